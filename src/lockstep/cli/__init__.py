@@ -1,0 +1,1 @@
+"""The ``lockstep`` command: one file per subcommand, each a thin layer over the library."""

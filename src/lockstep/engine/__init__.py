@@ -1,0 +1,1 @@
+"""How one step runs on N replicas. Knows TensorFlow; knows nothing of training runs, observation or planning."""

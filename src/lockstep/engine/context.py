@@ -1,0 +1,225 @@
+"""What a replica function sees of its replica: its id, its weight, and the exchange with the others.
+
+`current()` answers "which lockstep replica am I in?" for the rest of the engine and for the Keras seams. There are three
+kinds of replica: traced once for all (`TracedContext`), alone (`SoleContext`, N = 1), and one Python thread each (TensorFlow's own
+context, to which `ThreadReplica` adds what we need).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from lockstep.engine import collectives
+from lockstep.engine.tf_private import ControlFlowGraph, ReduceOp, ReplicaContext, default_graph, may_record_gradients, nest
+
+if TYPE_CHECKING:
+    from lockstep.engine.trace import Trace
+    from lockstep.engine.weights import Weights
+
+
+class FallBack(BaseException):  # noqa: N818 - a signal, not an error: user code catching Exception must not stop it
+    """This replica function cannot be traced once; trace or run it once per replica instead."""
+
+
+class NeedsInlining(BaseException):  # noqa: N818 - a signal
+    """A nested tf.function holds an exchange or asks for its replica: trace again with nested functions inlined."""
+
+
+class Replica:
+    """The engine's view of the replica that is being run or traced."""
+
+    def __init__(self, replicas: int):
+        self.replicas = replicas
+        # The losses that Keras has computed in this replica so far, for check_finite.
+        self.losses: list[Any] = []
+        self._exact_depth = 0
+
+    @property
+    def fraction(self) -> Any:
+        """This replica's share of the global batch: a float, or a float32 scalar tensor."""
+        return 1.0 / self.replicas
+
+    @property
+    def active(self) -> Any | None:
+        """Whether this replica has any example (bool scalar tensor); None where it always has."""
+        return None
+
+    def record_write(self, variable: Any) -> None:
+        """Notes that the replica function wrote ``variable`` locally: the copies are made equal at the end of the step."""
+
+    @property
+    def writes_are_equal(self) -> bool:
+        """Whether values written now are the same on all replicas by construction (gradients are reduced already)."""
+        return self._exact_depth > 0
+
+    @contextlib.contextmanager
+    def equal_writes(self) -> Iterator[None]:
+        """Within this block every replica computes the same values, so copies need not be made equal afterwards."""
+        self._exact_depth += 1
+        try:
+            yield
+        finally:
+            self._exact_depth -= 1
+
+
+class ThreadReplica(Replica):
+    """One replica among N that run in a Python thread each (eager mode, or a function with merge_call)."""
+
+    def __init__(self, replicas: int, replica: int, weights: Weights | None, written: dict[int, Any]):
+        super().__init__(replicas)
+        self._replica, self._weights, self._written = replica, weights, written
+
+    @property
+    def fraction(self) -> Any:
+        return self._weights.fractions[self._replica] if self._weights else 1.0 / self.replicas
+
+    @property
+    def active(self) -> Any | None:
+        return self._weights.active[self._replica] if self._weights else None
+
+    def record_write(self, variable: Any) -> None:
+        self._written[id(variable)] = variable
+
+
+class SoleContext(ReplicaContext):
+    """The replica context where there is one replica: every exchange is the identity."""
+
+    def __init__(self, strategy: Any):
+        super().__init__(strategy, 0)
+        self.lockstep = Replica(1)
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        del options
+        _reduce_op(reduce_op)
+        return nest.map_structure(_as_value, value)
+
+
+class TracedContext(ReplicaContext):
+    """The replica context while one trace is made for all replicas: the replica id is a tensor, exchanges are marks."""
+
+    def __init__(self, strategy: Any, trace: Trace):
+        super().__init__(strategy, 0)
+        self.lockstep = TracedReplica(trace)
+        self._trace = trace
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        return self._trace.visible(self._trace.replica_id)
+
+    def _merge_call(self, merge_fn: Callable, args: Any, kwargs: Any) -> Any:
+        raise FallBack
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        del options
+        op = _reduce_op(reduce_op)
+        flat = nest.flatten(value)
+        if any(isinstance(v, tf.IndexedSlices) for v in flat) or not may_record_gradients():
+            return nest.pack_sequence_as(value, self._exchange(op, flat))
+
+        @tf.custom_gradient
+        def reduced(*xs: tf.Tensor) -> Any:
+            # The gradient of an all-reduced sum is the all-reduced gradient (mean likewise).
+            return self._exchange(op, list(xs)), lambda *dys: self.all_reduce(op, list(dys))
+
+        return nest.pack_sequence_as(value, nest.flatten(reduced(*(tf.convert_to_tensor(v) for v in flat))))
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        del options
+
+        @tf.custom_gradient
+        def gathered(x: tf.Tensor) -> Any:
+            whole = self._trace.mark_gather(x, axis)
+            if isinstance(axis, int) and x.shape.rank is not None:
+                whole.set_shape([None if i == axis % x.shape.rank else n for i, n in enumerate(x.shape)])
+
+            def gradient(dy: tf.Tensor) -> tf.Tensor:
+                sizes = self._trace.mark_gather(tf.shape(x)[axis : axis + 1] if axis >= 0 else tf.shape(x)[axis][None], 0)
+                start = tf.reduce_sum(sizes[: self._trace.replica_id])
+                summed = self.all_reduce(ReduceOp.SUM, dy)
+                return tf.gather(summed, start + tf.range(tf.shape(x)[axis]), axis=axis)
+
+            return whole, gradient
+
+        return nest.map_structure(lambda v: gathered(tf.convert_to_tensor(v)), value)
+
+    def check(self, finite: tf.Tensor, step: tf.Tensor) -> None:
+        """Stops the step before the next exchange's results are used, unless ``finite`` holds on all replicas."""
+        self._trace.mark_check(finite, step)
+
+    def _exchange(self, op: ReduceOp, xs: list[Any]) -> list[Any]:
+        xs = self.lockstep.masked([_as_value(x) for x in xs])
+        graph = default_graph()
+        if graph is self._trace.graph:
+            return [self._trace.mark_reduce(op, x) for x in xs]
+        if not self._trace.inside_control_flow(graph):
+            raise NeedsInlining
+        return [collectives.all_reduce_in_branch(op, x, self.lockstep.replicas, graph) for x in xs]
+
+
+class TracedReplica(Replica):
+    """The replica that stands for all N in a trace."""
+
+    def __init__(self, trace: Trace):
+        super().__init__(trace.replicas)
+        self._trace = trace
+
+    @property
+    def fraction(self) -> Any:
+        return self._trace.visible(self._trace.fraction) if self._trace.weighted else 1.0 / self.replicas
+
+    @property
+    def active(self) -> Any | None:
+        return self._trace.visible(self._trace.active) if self._trace.weighted else None
+
+    def record_write(self, variable: Any) -> None:
+        self._trace.written[id(variable)] = variable
+
+    def masked(self, xs: list[Any]) -> list[Any]:
+        """``xs``, or zeros on a replica without examples. A branch, not a product: nothing is copied, and NaN does not leak."""
+        return masked(xs, self.active)
+
+
+def masked(xs: list[Any], active: Any | None) -> list[Any]:
+    """``xs`` where ``active``, else zeros of the same shapes and dtypes."""
+    if active is None or not xs:
+        return xs
+    flat = nest.flatten(xs, expand_composites=True)
+    # Only values are zeroed; the indices of IndexedSlices stay as they are.
+    keep = [x.dtype.is_floating or x.dtype.is_complex or not any(isinstance(v, tf.IndexedSlices) for v in xs) for x in flat]
+    values = [x for x, k in zip(flat, keep, strict=True) if k]
+    zeroed = iter(tf.nest.flatten(tf.cond(active, lambda: values, lambda: [tf.zeros_like(v) for v in values])))
+    out = [next(zeroed) if k else x for x, k in zip(flat, keep, strict=True)]
+    for x, y in zip(flat, out, strict=True):
+        y.set_shape(x.shape)
+    return nest.pack_sequence_as(xs, out, expand_composites=True)
+
+
+def current() -> Replica | None:
+    """The lockstep replica that is being run or traced in this thread; None in cross-replica context or elsewhere."""
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        return None
+    replica = getattr(context, "lockstep", None)
+    if replica is None:
+        extended = getattr(context.strategy, "extended", None)
+        make = getattr(extended, "thread_replica", None)
+        if make is None:
+            return None
+        replica = context.lockstep = make(context._replica_id)
+    return replica
+
+
+def is_control_flow(graph: Any) -> bool:
+    return isinstance(graph, ControlFlowGraph)
+
+
+def _reduce_op(op: Any) -> ReduceOp:
+    return ReduceOp(op.upper()) if isinstance(op, str) else op
+
+
+def _as_value(value: Any) -> Any:
+    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)

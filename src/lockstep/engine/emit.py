@@ -1,0 +1,151 @@
+"""Places the stages of a trace on N devices, with the exchanges between them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.engine import optimize
+from lockstep.engine.stages import Stage, cut
+from lockstep.engine.tf_private import (
+    AttrValue,
+    NameAttrList,
+    default_graph,
+    mark_read_only_inputs,
+    nest,
+    select_replica,
+)
+from lockstep.engine.trace import Mark, Trace, is_graph_output
+from lockstep.engine.variables import variable_of
+from lockstep.engine.weights import Weights
+
+# Name of a tensor in the trace -> one replica's tensor in the step.
+Bindings = dict[str, tf.Tensor]
+
+
+def emit(extended: Any, trace: Trace, arguments: Any, weights: Weights | None, xla: bool) -> list[Any]:
+    """Adds the whole step to the current graph.
+
+    Args:
+      extended: the strategy's engine.
+      trace: the replica function, traced once.
+      arguments: (args, kwargs) with per-replica leaves.
+      weights: the slices' weights; None where all are equal.
+      xla: whether to compile the stages.
+
+    Returns:
+      Per replica, what the replica function returns there.
+    """
+    stages = cut(trace, extended.devices, xla)
+    # The runtime keeps functions alive only as long as the graphs that own them.
+    default_graph()._lockstep_traces = [*getattr(default_graph(), "_lockstep_traces", []), (trace, stages)]
+    bindings = [_bind(extended, trace, arguments, weights, r) for r in range(extended.replicas)]
+    before: list[list[tf.Operation]] = [[] for _ in bindings]
+    for stage in stages:
+        calls = [_call(extended, stage, bindings[r], r, before[r], xla) for r in range(extended.replicas)]
+        checks = _exchange(extended, stage.marks, bindings)
+        before = [[call, *checks] for call in calls]
+    return [_results(trace, bound) for bound in bindings]
+
+
+def _bind(extended: Any, trace: Trace, arguments: Any, weights: Weights | None, replica: int) -> Bindings:
+    """The replica's own inputs: its id, weight, arguments and variables."""
+    graph, device = default_graph(), extended.devices[replica]
+    with tf.device(device):
+        bound = {trace.replica_id.name: tf.constant(replica)}
+    bound[trace.fraction.name] = weights.fractions[replica] if weights else tf.constant(1.0 / extended.replicas)
+    bound[trace.active.name] = weights.active[replica] if weights else tf.constant(True)
+    flat = nest.flatten(select_replica(replica, arguments), expand_composites=True)
+    for position, placeholder in trace.arguments:
+        bound[placeholder.name] = flat[position]
+    for outer, inner in trace.graph.captures:
+        variable = variable_of(outer)
+        handle = outer if variable is None else variable.values[replica].handle
+        bound[inner.name] = graph.capture(handle)
+    return bound
+
+
+def _call(
+    extended: Any, stage: Stage, bound: Bindings, replica: int, before: list[tf.Operation], xla: bool
+) -> tf.Operation:
+    """Calls the stage on one replica's device and binds what it gives."""
+    graph, function = stage.for_replica(replica)
+    default_graph()._add_function_recursive(function)
+    with tf.device(extended.devices[replica]), tf.control_dependencies(before):
+        op = default_graph().create_op(
+            "StatefulPartitionedCall",
+            [tf.convert_to_tensor(bound[name]) for name in stage.inputs],
+            stage.dtypes,
+            name=f"replica_{replica}",
+            attrs=_call_attributes(function, stage, extended.devices, xla),
+        )
+    mark_read_only_inputs(op, graph)
+    for name, tensor, inner in zip(stage.outputs, op.outputs, graph.outputs, strict=True):
+        tensor.set_shape(inner.shape)
+        bound[name] = tensor
+    return op
+
+
+def _call_attributes(function: Any, stage: Stage, devices: tuple[str, ...], xla: bool) -> dict[str, Any]:
+    attributes = {
+        "Tin": AttrValue(list=AttrValue.ListValue(type=[t.dtype.as_datatype_enum for t in stage.graphs[0].inputs])),
+        "Tout": AttrValue(list=AttrValue.ListValue(type=[d.as_datatype_enum for d in stage.dtypes])),
+        "f": AttrValue(func=NameAttrList(name=function.name)),
+        "config_proto": AttrValue(s=optimize.call_config(devices, xla)),
+    }
+    if xla:
+        attributes["_XlaMustCompile"] = AttrValue(b=True)
+    return attributes
+
+
+def _exchange(extended: Any, marks: Sequence[Mark], bindings: list[Bindings]) -> list[tf.Operation]:
+    """Binds the outputs of ``marks`` on all replicas; returns the checks that the next stage must wait for."""
+    reduced = [m for m in marks if m.kind in ("sum", "mean")]
+    if reduced:
+        tensors = [[bound[m.inputs[0].name] for bound in bindings] for m in reduced]
+        sums = extended.exchange.reduce(tensors, [m.kind == "mean" for m in reduced])
+        for mark, total in zip(reduced, sums, strict=True):
+            _bind_all(mark, [total], bindings)
+    checks = []
+    for position, mark in enumerate(marks):
+        values = [[bound[x.name] for x in mark.inputs] for bound in bindings]
+        if mark.kind == "first":
+            _bind_all(mark, values[0], bindings)
+        elif mark.kind == "rows":
+            _bind_all(mark, extended.exchange.join_rows(values, mark.mean, position), bindings)
+        elif mark.kind == "gather":
+            with tf.device(extended.devices[position % len(bindings)]):
+                whole = tf.concat([v[0] for v in values], mark.axis)
+            _bind_all(mark, [whole], bindings)
+        elif mark.kind == "check":
+            checks.append(_check([v[0] for v in values], values[0][1]))
+    return checks
+
+
+def _bind_all(mark: Mark, values: Sequence[tf.Tensor], bindings: list[Bindings]) -> None:
+    for output, value in zip(mark.outputs, values, strict=True):
+        for bound in bindings:
+            bound[output.name] = value
+
+
+def _check(finite: list[tf.Tensor], step: tf.Tensor) -> tf.Operation:
+    """An op that fails, naming replica and step, unless every replica's loss and gradients are finite."""
+    flags = tf.stack(finite)
+    replica = tf.argmin(tf.cast(flags, tf.int32))
+    return tf.debugging.Assert(tf.reduce_all(flags), [not_finite_text(), "replica", replica, "step", step])
+
+
+@functools.cache
+def not_finite_text() -> str:
+    return (
+        "lockstep: the loss or a gradient is not finite (check_finite=True). No replica was updated. "
+        "Look for a learning rate that is too large, a log or division of 0, or bad input in this replica's slice:"
+    )
+
+
+def _results(trace: Trace, bound: Bindings) -> Any:
+    flat = [bound[o.name] if is_graph_output(o) else o for o in trace.flat_outputs]
+    return nest.pack_sequence_as(trace.outputs, flat, expand_composites=True)

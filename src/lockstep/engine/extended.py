@@ -1,0 +1,209 @@
+"""TensorFlow's extension seam: every question that tf.distribute asks a strategy, answered by the engine's parts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.engine import datasets, replicas, values, variables
+from lockstep.engine.context import SoleContext, ThreadReplica, TracedContext, TracedReplica, current
+from lockstep.engine.exchange import choose
+from lockstep.engine.tf_private import (
+    DistributedVariable,
+    Mirrored,
+    StrategyExtended,
+    UpdateContext,
+    ValueContext,
+    current_replica,
+    regroup,
+    require_cross_replica,
+    select_replica,
+    update_regroup,
+    validate_colocated_variable,
+    value_container,
+)
+from lockstep.engine.weights import Weights
+
+
+class Extended(StrategyExtended):
+    """The engine behind `lockstep.MirroredStrategy`."""
+
+    # Variables take lockstep's read and write policies.
+    _use_var_policy = True
+    experimental_between_graph = False
+    experimental_should_init = True
+    should_checkpoint = True
+    should_save_summary = True
+
+    def __init__(self, container: Any, devices: Sequence[str], cross_device_ops: Any, check_finite: bool):
+        super().__init__(container)
+        self.devices = tuple(devices)
+        self.replicas = len(self.devices)
+        self.exchange = choose(cross_device_ops, self.devices)
+        self.check_finite = check_finite
+        self._default_device = None
+        self._runs = threading.local()
+        self._thread_runs: list[tuple[Weights | None, dict[int, Any]]] = []
+
+    @property
+    def container(self) -> Any:
+        return self._container_strategy()
+
+    # Who and where the replicas are.
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self.replicas
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        return self.devices
+
+    @property
+    def worker_devices_by_replica(self) -> list[list[str]]:
+        return [[device] for device in self.devices]
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return self.devices
+
+    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+        del var_list
+        return self.devices
+
+    def _in_multi_worker_mode(self) -> bool:
+        return False
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
+        return replica_id_in_sync_group
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return replica_id
+
+    @property
+    def _global_batch_size(self) -> bool:
+        """Datasets yield global batches."""
+        return True
+
+    def value_container(self, value: Any) -> Any:
+        return value_container(value)
+
+    def _use_merge_call(self) -> bool:
+        """Whether replicas meet by threads pausing in merge_call. Traced once, alone, or writing equal values, they need not."""
+        replica = current()
+        return not (replica is not None and (replica.replicas == 1 or isinstance(replica, TracedReplica) or replica.writes_are_equal))
+
+    # Variables.
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        return variables.create(self, next_creator, **kwargs)
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        validate_colocated_variable(colocate_with_variable, self)
+
+    def read_var(self, v: Any) -> tf.Tensor:
+        return values.read(v)
+
+    # Input.
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        del options
+        return datasets.distribute(dataset, self.replicas)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+        del options
+        return datasets.from_function(dataset_fn, self.replicas)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
+        return regroup([value_fn(ValueContext(r, self.replicas)) for r in range(self.replicas)], always_wrap=True)
+
+    # Values in cross-replica context.
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
+        del options
+        return values.reduce_to(self, reduce_op, value, destinations)
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> list[Any]:
+        del options
+        return values.batch_reduce_to(self, reduce_op, value_destination_pairs)
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        del destinations
+        return tensor if isinstance(tensor, (int, float)) else Mirrored([tensor] * self.replicas)
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        require_cross_replica(self)
+        return self._broadcast_to(tensor, destinations)
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        del options
+        return values.gather(self, value, destinations, axis)
+
+    # Updates.
+
+    def _update(self, var: Any, fn: Callable, args: Any, kwargs: Any, group: bool) -> Any:
+        if not isinstance(var, DistributedVariable):
+            return fn(var, *args, **kwargs)
+        updates = []
+        for replica, component in enumerate(var.values):
+            name = f"update_{replica}"
+            with tf.device(component.device), UpdateContext(replica), tf.name_scope(name):
+                updates.append(fn(component, *select_replica(replica, args), **select_replica(replica, kwargs)))
+        return update_regroup(self, updates, group)
+
+    def _update_non_slot(self, colocate_with: Any, fn: Callable, args: Any, kwargs: Any, group: bool) -> Any:
+        del colocate_with
+        updates = []
+        for replica, device in enumerate(self.devices):
+            with tf.device(device), UpdateContext(replica):
+                updates.append(fn(*select_replica(replica, args), **select_replica(replica, kwargs)))
+        return update_regroup(self, updates, group)
+
+    def _replica_ctx_update(self, var: Any, fn: Callable, args: Any, kwargs: Any, group: bool) -> Any:
+        if self._use_merge_call():
+            return super()._replica_ctx_update(var, fn, args, kwargs, group)
+        if isinstance(var, DistributedVariable):
+            var = var._get_replica(current_replica())
+        return fn(var, *args, **kwargs)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        context = tf.distribute.get_replica_context()
+        if isinstance(context, (TracedContext, SoleContext)):
+            return context.all_reduce(reduce_op, value, options)
+        return super()._replica_ctx_all_reduce(reduce_op, value, options)
+
+    # Running replicas.
+
+    @contextlib.contextmanager
+    def run_options(self, **options: bool) -> Iterator[None]:
+        """How the runs started in this block and thread are to be made (`replicas.run`)."""
+        before = getattr(self._runs, "options", {})
+        self._runs.options = options
+        try:
+            yield
+        finally:
+            self._runs.options = before
+
+    def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
+        return replicas.run(self, fn, args, kwargs or {}, **getattr(self._runs, "options", {}))
+
+    @contextlib.contextmanager
+    def thread_run(self, weights: Weights | None) -> Iterator[dict[int, Any]]:
+        """For the time that replicas run in threads: their weights, and the variables that they write."""
+        written: dict[int, Any] = {}
+        self._thread_runs.append((weights, written))
+        try:
+            yield written
+        finally:
+            self._thread_runs.pop()
+
+    def thread_replica(self, replica: int) -> ThreadReplica | None:
+        """The engine's view of a replica that runs in a thread; None where none does."""
+        if not self._thread_runs:
+            return None
+        weights, written = self._thread_runs[-1]
+        return ThreadReplica(self.replicas, replica, weights, written)

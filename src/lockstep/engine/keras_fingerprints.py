@@ -1,0 +1,19 @@
+"""The hashes of the Keras functions at each seam, in the versions that have been checked (3.12 to 3.15).
+
+``tools/keras_fingerprints.py`` prints those of the installed Keras, to compare with when a new version comes out.
+"""
+
+SUPPORTED = "keras>=3.12,<3.16"
+KNOWN: dict[str, frozenset[str]] = {
+    "keras.src.losses.loss:scale_loss_for_distribution": frozenset({"fe7cf4a8687c8f8c"}),
+    "keras.src.losses.loss:unscale_loss_for_distribution": frozenset({"967298cd5387c761"}),
+    "keras.src.losses.loss:apply_mask": frozenset({"0781fb210642167a", "b6312c3c19633f43", "b7e5c242e30d4915"}),
+    "keras.src.losses.loss:reduce_values": frozenset({"2f6cb4cc7b8e36ee"}),
+    "keras.src.optimizers.base_optimizer:BaseOptimizer.apply": frozenset({"fa7a992c3dfcc349"}),
+    "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.apply": frozenset({"f370d92679234f1a"}),
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": frozenset({"935ee2c9f12d56a4", "bb1ee993ba1389e9"}),
+    "keras.src.random.seed_generator:SeedGenerator.next": frozenset({"3e0c1fccf4a9d816"}),
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._make_function": frozenset({"1099094332b1eb32"}),
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.make_predict_function": frozenset({"c886e6ea148f89e9"}),
+    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build": frozenset({"5a032dd564b2a065"}),
+}

@@ -1,0 +1,139 @@
+"""Keras's compiled train, test and predict steps under a lockstep strategy (used by the seams in `keras_private`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.engine.context import Replica, TracedContext, current
+from lockstep.engine.emit import not_finite_text
+from lockstep.engine.extended import Extended
+from lockstep.engine.replicas import StepFunction
+from lockstep.engine.tf_private import DistributedValues, nest
+from lockstep.errors import BatchError
+
+
+def _is_lockstep(strategy: Any) -> bool:
+    return strategy is not None and isinstance(strategy.extended, Extended)
+
+
+def make_function(original: Callable) -> Callable:
+    """Wraps Trainer._make_function: the train or test step takes a batch, and reports global metrics."""
+
+    @functools.wraps(original)
+    def _make_function(self: Any, step_function: Callable) -> Callable:
+        if not _is_lockstep(self._distribute_strategy) or self._distribute_strategy.num_replicas_in_sync == 1:
+            return original(self, step_function)
+        step = StepFunction(step_function, xla=bool(self.jit_compile), after=lambda logs: global_logs(self, logs))
+        return _without_outer_xla(self, lambda: original(self, step))
+
+    return _make_function
+
+
+def make_predict_function(original: Callable) -> Callable:
+    """Wraps Trainer.make_predict_function: the predict step takes a batch, and drops rows that were only borrowed."""
+
+    @functools.wraps(original)
+    def make_predict_function(self: Any, force: bool = False) -> Any:
+        strategy = self._distribute_strategy
+        if not _is_lockstep(strategy) or strategy.num_replicas_in_sync == 1:
+            return original(self, force)
+        if self.predict_function is not None and not force:
+            return self.predict_function
+        convert = self._autoconvert_optionals
+        xla = bool(self.jit_compile)
+
+        def as_step(function: Callable) -> StepFunction:
+            step = convert(function)
+            return StepFunction(lambda data: _own_rows(step(data)), xla=xla)
+
+        object.__setattr__(self, "_autoconvert_optionals", as_step)
+        try:
+            return _without_outer_xla(self, lambda: original(self, force))
+        finally:
+            object.__delattr__(self, "_autoconvert_optionals")
+
+    return make_predict_function
+
+
+def symbolic_build(original: Callable) -> Callable:
+    """Wraps Trainer._maybe_symbolic_build: the model is built from replica 0's slice of the first batch."""
+
+    @functools.wraps(original)
+    def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        if not _is_lockstep(self._distribute_strategy):
+            return original(self, iterator=iterator, data_batch=data_batch)
+        if iterator is not None:
+            data_batch = _first_batch(iterator)
+        data_batch = nest.map_structure(lambda v: v.values[0] if isinstance(v, DistributedValues) else v, data_batch)
+        with self._distribute_strategy.scope():
+            self._symbolic_build(data_batch=data_batch)
+
+    return _maybe_symbolic_build
+
+
+def _first_batch(iterator: Any) -> Any:
+    for _, _, steps in iterator:
+        for batch in steps:
+            return batch
+    raise BatchError(
+        "There is nothing to train on. Received: a dataset that ended before its first batch. "
+        "Check the filter, the generator and steps_per_epoch."
+    )
+
+
+def _without_outer_xla(model: Any, make: Callable[[], Any]) -> Any:
+    """Keras would compile the whole step, all replicas at once; each replica's stages are compiled instead."""
+    jit_compile = model._jit_compile
+    model._jit_compile = False
+    try:
+        return make()
+    finally:
+        model._jit_compile = jit_compile
+
+
+def global_logs(model: Any, logs: Any) -> Any:
+    """``logs`` with every metric over the global batch so far, instead of the mean of the replicas' own results."""
+    if not isinstance(logs, dict):
+        return logs
+    with model.distribute_strategy.scope():
+        metrics = model.get_metrics_result()
+    return {name: metrics.get(name, value) for name, value in logs.items()}
+
+
+def _own_rows(outputs: Any) -> Any:
+    """``outputs`` without the row that a replica without examples has borrowed."""
+    replica = current()
+    active = replica.active if replica is not None else None
+    if active is None:
+        return outputs
+    return nest.map_structure(lambda t: t[: tf.where(active, tf.shape(t)[0], 0)], outputs)
+
+
+def check_finite(optimizer: Any, replica: Replica, grads: list[Any]) -> None:
+    """Stops before the update unless this and every other replica's loss and gradients are finite.
+
+    With a LossScaleOptimizer only the loss is checked: an overflowing gradient is what it expects and handles.
+    """
+    scales = hasattr(optimizer, "inner_optimizer")
+    tensors = [] if scales else [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
+    tensors += [tf.stop_gradient(loss) for loss in replica.losses]
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(t)) for t in tensors if t.dtype.is_floating])
+    if replica.active is not None:
+        finite = finite | ~replica.active
+    step = tf.cast(optimizer.iterations, tf.int64)
+    context = tf.distribute.get_replica_context()
+    if isinstance(context, TracedContext):
+        context.check(finite, step)
+    else:
+        context.merge_call(_assert_finite, args=(finite, step))
+
+
+def _assert_finite(strategy: Any, finite: Any, step: Any) -> None:
+    flags = tf.stack([tf.convert_to_tensor(f) for f in strategy.experimental_local_results(finite)])
+    replica = tf.argmin(tf.cast(flags, tf.int32))
+    step = strategy.experimental_local_results(step)[0]
+    tf.debugging.Assert(tf.reduce_all(flags), [not_finite_text(), "replica", replica, "step", step])

@@ -1,0 +1,89 @@
+"""Optimizes a stage's graph once, instead of once per replica while the first step waits.
+
+TensorFlow runs its graph optimizer each time a function is instantiated on a device: N times the same work. On CPU
+devices we run it here and tell the calls not to. On GPUs the runtime's own pass is kept: it knows the device, and it runs for all
+replicas in parallel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.engine.tf_private import ConfigProto, MetaGraphDef, optimized_graph
+
+
+def worthwhile(devices: tuple[str, ...]) -> bool:
+    """Whether stages for these devices are optimized here."""
+    return len(devices) > 1 and all(":CPU:" in d for d in devices)
+
+
+def call_config(devices: tuple[str, ...], xla: bool) -> str:
+    """The serialised ConfigProto for calls of a stage: no second pass over what is optimized already."""
+    config = ConfigProto()
+    if worthwhile(devices) and not xla:
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return config.SerializeToString()
+
+
+def optimized(graph_def: Any, inputs: dict[str, tf.Tensor], outputs: list[str], must_run: list[str], device: str) -> Any:
+    """``graph_def`` as the graph optimizer leaves it, with the same inputs, outputs and side effects.
+
+    Args:
+      graph_def: the nodes of a stage; tensors named in ``inputs`` are not among them.
+      inputs: name -> tensor from outside.
+      outputs: names of the tensors it must still produce.
+      must_run: names of the ops whose side effects must stay.
+      device: a device of the kind that it will run on.
+    """
+    metagraph = MetaGraphDef()
+    metagraph.graph_def.CopyFrom(graph_def)
+    nodes = metagraph.graph_def.node
+    produced = {node.name for node in nodes}
+    # Several tensors of one op from outside (a call's outputs, say) need a stand-in each.
+    stand_ins: dict[str, str] = {}
+    for position, (name, tensor) in enumerate(inputs.items()):
+        stand_in = f"lockstep_input_{position}"
+        stand_ins[name] = stand_in
+        node = nodes.add(name=stand_in, op="Placeholder")
+        node.attr["dtype"].type = tensor.dtype.as_datatype_enum
+        node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+    for node in nodes:
+        node.device = node.device or device
+        for i, source in enumerate(node.input):
+            key = source if ":" in source else f"{source}:0"
+            if not source.startswith("^") and source.split(":")[0] not in produced and key in stand_ins:
+                node.input[i] = stand_ins[key]
+    fetches = [*(o.split(":")[0] for o in outputs), *must_run, *stand_ins.values()]
+    metagraph.collection_def["train_op"].node_list.value.extend(dict.fromkeys(fetches))
+    config = ConfigProto()
+    config.graph_options.rewrite_options.min_graph_nodes = -1
+    result = optimized_graph(config, metagraph)
+    return _with_outer_names(result, {v: k for k, v in stand_ins.items()}, device)
+
+
+def _with_outer_names(graph_def: Any, outer: dict[str, str], device: str) -> Any:
+    """``graph_def`` without its stand-ins: their consumers name the outside tensor again, as import_graph_def maps it."""
+    kept = [node for node in graph_def.node if node.name not in outer]
+    for node in kept:
+        if node.device == device:
+            node.device = ""
+        sources = [s for s in node.input if s.lstrip("^") not in outer or not s.startswith("^")]
+        del node.input[:]
+        node.input.extend(outer.get(s.removesuffix(":0"), s) for s in sources)
+        _drop_colocation(node, outer)
+    del graph_def.node[:]
+    graph_def.node.extend(kept)
+    return graph_def
+
+
+def _drop_colocation(node: Any, removed: dict[str, str]) -> None:
+    """Frees ``node`` from standing where a removed stand-in stood."""
+    if "_class" not in node.attr:
+        return
+    kept = [c for c in node.attr["_class"].list.s if c.decode().removeprefix("loc:@") not in removed]
+    if kept:
+        node.attr["_class"].list.s[:] = kept
+    else:
+        del node.attr["_class"]

@@ -1,0 +1,105 @@
+"""Runs one function on every replica: traced once, placed N times.
+
+`run` picks the way. Inside a ``tf.function`` with N > 1 a step is: slice the batch (done by the dataset) -> N calls of stage 0, each on its
+device with its own variables' handles -> exchange -> N calls of stage 1 -> ... One replica takes the plain path. What
+cannot be traced once (a ``merge_call``), and eager calls, run once per replica in threads, with the same results.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.engine import variables
+from lockstep.engine.context import FallBack, SoleContext
+from lockstep.engine.emit import emit
+from lockstep.engine.tf_private import (
+    Function,
+    clone_function,
+    converted,
+    may_record_gradients,
+    regroup,
+    run_in_threads,
+)
+from lockstep.engine.trace import trace_replica
+from lockstep.engine.weights import Weights, weights_of, with_borrowed_rows
+
+
+@dataclass
+class StepFunction:
+    """A replica function that is known to take a batch, with how to run it.
+
+    Attributes:
+      function: the function of one replica's arguments.
+      borrow: whether a replica without examples gets a borrowed row with weight 0 (else an empty batch).
+      xla: whether to compile each replica's stages with XLA.
+      after: what to make of the per-replica results, in cross-replica context.
+    """
+
+    function: Callable
+    borrow: bool = True
+    xla: bool = False
+    after: Callable[[Any], Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+_clones: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def run(extended: Any, fn: Callable, args: Any, kwargs: Any, borrow: bool = False, xla: bool = False) -> Any:
+    """Calls ``fn`` on every replica and returns its results as per-replica values.
+
+    Args:
+      extended: the strategy's engine.
+      fn: the replica function; a ``tf.function`` is traced with the replicas inside of it.
+      args, kwargs: its arguments; per-replica leaves are taken apart.
+      borrow, xla: as in `StepFunction`.
+    """
+    if isinstance(fn, Function):
+        return _inside_function(extended, fn)(*args, **kwargs)
+    strategy, replicas = extended.container, extended.replicas
+    if replicas == 1:
+        return _run_alone(strategy, fn, args, kwargs)
+    weights = weights_of((args, kwargs), replicas)
+    if weights is not None and borrow:
+        args, kwargs = with_borrowed_rows((args, kwargs), weights, replicas)
+    if tf.executing_eagerly() or may_record_gradients():
+        return _run_threads(extended, fn, args, kwargs, weights)
+    try:
+        trace = trace_replica(
+            strategy, fn, args, kwargs, replicas, weights is not None, finish=variables.make_equal_in_trace
+        )
+    except FallBack:
+        return _run_threads(extended, converted(fn), args, kwargs, weights)
+    return regroup(emit(extended, trace, (args, kwargs), weights, xla))
+
+
+def _inside_function(extended: Any, fn: Any) -> Callable:
+    """The clone of a tf.function that runs the replicas inside of it; one per function and strategy."""
+    clones = _clones.setdefault(extended, weakref.WeakKeyDictionary())
+    if fn not in clones:
+        python_function = fn.python_function
+        clones[fn] = clone_function(
+            fn, lambda *args, **kwargs: extended.call_for_each_replica(python_function, args, kwargs)
+        )
+    return clones[fn]
+
+
+def _run_alone(strategy: Any, fn: Callable, args: Any, kwargs: Any) -> Any:
+    if not tf.executing_eagerly():
+        fn = converted(fn)
+    with SoleContext(strategy):
+        return fn(*args, **kwargs)
+
+
+def _run_threads(extended: Any, fn: Callable, args: Any, kwargs: Any, weights: Weights | None) -> Any:
+    with extended.thread_run(weights) as written:
+        result = run_in_threads(extended.container, fn, args, kwargs)
+        variables.make_equal(extended, written.values(), weights)
+    return result

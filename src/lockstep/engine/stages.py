@@ -1,0 +1,209 @@
+"""Cuts a traced replica function at its marks into stages, each one graph function shared by all replicas.
+
+Stage 0 needs nothing from other replicas; stage k + 1 starts from what the exchange after stage k gives back. A plain
+training step has two: forward and backward up to the gradients, then the update.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.engine import optimize, seeds
+from lockstep.engine.tf_private import FuncGraph, GraphDef, copy_handle_data, function_from_graph
+from lockstep.engine.trace import Mark, Trace, is_graph_output
+
+_function_ids = itertools.count()
+_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "Identity", "NoOp"})
+
+
+@dataclass
+class Stage:
+    """One graph function and how it connects to the rest of the step.
+
+    Attributes:
+      inputs: names of the trace's tensors that it takes, in order.
+      outputs: names of the trace's tensors that it gives, in order.
+      dtypes: the outputs' dtypes.
+      graphs: the function's graph; one per replica where seeded random ops must differ, else one for all.
+      functions: the graph functions, likewise.
+      marks: the exchange that follows the stage.
+    """
+
+    inputs: list[str]
+    outputs: list[str]
+    dtypes: list[tf.DType]
+    graphs: list[Any]
+    functions: list[Any]
+    marks: list[Mark] = field(default_factory=list)
+
+    def for_replica(self, replica: int) -> tuple[Any, Any]:
+        """(graph, function) that replica runs."""
+        index = replica if len(self.functions) > 1 else 0
+        return self.graphs[index], self.functions[index]
+
+
+def cut(trace: Trace, devices: tuple[str, ...], xla: bool) -> list[Stage]:
+    """The stages of ``trace``, in order; the last has no marks after it.
+
+    Args:
+      trace: a complete trace.
+      devices: the replicas' devices; on CPU devices the functions are optimized here, once for all replicas.
+      xla: whether the stages will be compiled by XLA, which does its own optimizing.
+    """
+    return _Cutter(trace, devices, xla).cut()
+
+
+def _used(placeholders: dict[str, tf.Tensor], graph_def: Any) -> dict[str, tf.Tensor]:
+    """The placeholders that some node of ``graph_def`` still takes (the optimizer may have found that it need not)."""
+    taken = {source if ":" in source else f"{source}:0" for node in graph_def.node for source in node.input}
+    return {name: placeholder for name, placeholder in placeholders.items() if name in taken}
+
+
+def _in_order(ops: list[tf.Operation], producers: Callable[[tf.Operation], list[tf.Operation]]) -> list[tf.Operation]:
+    """``ops`` with every op after those it waits for (control dependencies may point to ops created later)."""
+    waiting: dict[str, int] = {}
+    consumers: dict[str, list[tf.Operation]] = defaultdict(list)
+    for op in ops:
+        waits_for = producers(op)
+        waiting[op.name] = len(waits_for)
+        for producer in waits_for:
+            consumers[producer.name].append(op)
+    ordered = [op for op in ops if not waiting[op.name]]
+    for op in ordered:  # grows while it is walked
+        for consumer in consumers[op.name]:
+            waiting[consumer.name] -= 1
+            if not waiting[consumer.name]:
+                ordered.append(consumer)
+    assert len(ordered) == len(ops), "a traced function is a graph without cycles"
+    return ordered
+
+
+class _Cutter:
+    def __init__(self, trace: Trace, devices: tuple[str, ...], xla: bool):
+        self._trace, self._devices, self._xla = trace, devices, xla
+        # Automatic control dependencies keep every stateful op, reads included; a read matters only to who uses it.
+        self._must_run = [op for op in trace.must_run if op.type not in _READS]
+        self._inputs = {t.op.name for t in self._external_inputs()}
+        self._mark_of = {y.op.name: mark for mark in trace.marks for y in mark.outputs}
+        self._ops = _in_order(trace.graph.get_operations(), self._producers)
+        self._graph_def = trace.graph.as_graph_def()
+        self._nodes = {node.name: node for node in self._graph_def.node}
+
+    def _producers(self, op: tf.Operation) -> list[tf.Operation]:
+        """The ops that must come before ``op``; each output of a mark waits for all of the mark's inputs."""
+        mark = self._mark_of.get(op.name)
+        inputs = mark.inputs if mark is not None else op.inputs
+        return [*(t.op for t in inputs), *op.control_inputs]
+
+    def cut(self) -> list[Stage]:
+        stage_of, count = self._assign()
+        members: list[list[tf.Operation]] = [[] for _ in range(count)]
+        for op in self._ops:
+            if op.name not in self._inputs and op.name not in self._mark_of:
+                members[stage_of[op.name]].append(op)
+        needed, given = self._boundaries(members, stage_of)
+        stages = [self._build(members[k], needed[k], given[k]) for k in range(count)]
+        for mark in self._trace.marks:
+            stages[max(stage_of[x.op.name] for x in mark.inputs)].marks.append(mark)
+        return stages
+
+    def _external_inputs(self) -> list[tf.Tensor]:
+        trace = self._trace
+        internal = [inner for _, inner in trace.graph.captures]
+        return [trace.replica_id, trace.fraction, trace.active, *(p for _, p in trace.arguments), *internal]
+
+    def _assign(self) -> tuple[dict[str, int], int]:
+        """The stage of every op: as early as its inputs allow, then as late as its consumers allow.
+
+        Late matters: a variable that only the update reads must not be read before the exchange, or its buffer would be
+        shared while it is written and TensorFlow would copy it.
+        """
+        early: dict[str, int] = {}
+        for op in self._ops:
+            stage = max((early[producer.name] for producer in self._producers(op)), default=0)
+            early[op.name] = stage + (op.name in self._mark_of)
+        late = self._sink(early)
+        return late, max(late.values(), default=0) + 1
+
+    def _sink(self, early: dict[str, int]) -> dict[str, int]:
+        pinned = {op.name for op in self._must_run}
+        pinned |= {o.op.name for o in self._trace.flat_outputs if is_graph_output(o)}
+        pinned |= {x.op.name for mark in self._trace.marks for x in mark.inputs}
+        pinned |= set(self._mark_of) | self._inputs
+        late = dict(early)
+        consumers: dict[str, list[str]] = defaultdict(list)
+        for op in self._ops:
+            for producer in self._producers(op):
+                consumers[producer.name].append(op.name)
+        for op in reversed(self._ops):
+            if op.name in pinned or not consumers[op.name]:
+                continue
+            # A mark's output belongs to the stage after its inputs, so what feeds one must stay a stage earlier.
+            late[op.name] = max(early[op.name], min(late[c] - (c in self._mark_of) for c in consumers[op.name]))
+        return late
+
+    def _boundaries(
+        self, members: list[list[tf.Operation]], stage_of: dict[str, int]
+    ) -> tuple[list[dict[str, tf.Tensor]], list[dict[str, tf.Tensor]]]:
+        """Per stage: the tensors it takes from outside or from earlier stages, and those it hands on."""
+        needed: list[dict[str, tf.Tensor]] = [{} for _ in members]
+        given: list[dict[str, tf.Tensor]] = [{} for _ in members]
+        outside = self._inputs | set(self._mark_of)
+        for k, ops in enumerate(members):
+            for tensor in itertools.chain.from_iterable(op.inputs for op in ops):
+                producer = tensor.op.name
+                if producer in outside:
+                    needed[k][tensor.name] = tensor
+                elif stage_of[producer] < k and tensor.op.type != "Const":
+                    needed[k][tensor.name] = tensor
+                    given[stage_of[producer]][tensor.name] = tensor
+        results = [o for o in self._trace.flat_outputs if is_graph_output(o)]
+        for tensor in [*results, *(x for mark in self._trace.marks for x in mark.inputs)]:
+            if tensor.op.name not in outside:
+                given[stage_of[tensor.op.name]][tensor.name] = tensor
+        return needed, given
+
+    def _build(self, ops: list[tf.Operation], needed: dict[str, tf.Tensor], given: dict[str, tf.Tensor]) -> Stage:
+        names = {op.name for op in ops}
+        # Constants are repeated in each stage that uses them instead of being handed on.
+        constants = {t.op.name for op in ops for t in op.inputs if t.op.type == "Const"} - names
+        graph_def = GraphDef(versions=self._graph_def.versions, library=self._graph_def.library)
+        kept = names | constants
+        for name in [*constants, *(op.name for op in ops)]:
+            node = graph_def.node.add()
+            node.CopyFrom(self._nodes[name])
+            inputs = [i for i in node.input if not (i.startswith("^") and (i[1:] not in kept or name in constants))]
+            del node.input[:]
+            node.input.extend(inputs)
+        must_run = [op.name for op in self._must_run if op.name in names]
+        variants = range(len(self._devices)) if seeds.has_seeded_ops(graph_def) else [0]
+        graphs = [self._graph(seeds.for_replica(graph_def, r), needed, list(given), must_run) for r in variants]
+        functions = [function_from_graph(f"__lockstep_{next(_function_ids)}", g, {"_noinline": True}) for g in graphs]
+        return Stage(list(needed), list(given), [t.dtype for t in given.values()], graphs, functions)
+
+    def _graph(self, graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[str], must_run: list[str]) -> Any:
+        """A FuncGraph of ``graph_def`` with ``needed`` as its inputs and ``outputs`` as its outputs."""
+        if not self._xla and optimize.worthwhile(self._devices):
+            graph_def = optimize.optimized(graph_def, needed, outputs, must_run, self._devices[0])
+        graph = FuncGraph("lockstep_stage")
+        with graph.as_default():
+            placeholders = {}
+            for name, tensor in needed.items():
+                placeholder = tf.raw_ops.Placeholder(dtype=tensor.dtype, shape=tensor.shape)
+                if tensor.dtype in (tf.resource, tf.variant):
+                    copy_handle_data(tensor, placeholder)
+                placeholders[name] = placeholder
+            elements = tf.graph_util.import_graph_def(
+                graph_def, input_map=_used(placeholders, graph_def), return_elements=[*outputs, *must_run], name=""
+            )
+            graph.inputs = list(placeholders.values())
+            graph.outputs = list(elements[: len(outputs)])
+            graph.structured_outputs = graph.outputs
+            graph.control_outputs = list(elements[len(outputs) :])
+        return graph

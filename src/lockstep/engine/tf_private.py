@@ -1,0 +1,194 @@
+"""The only module that imports ``tensorflow.python``.
+
+Each name below is private to TensorFlow and is listed with what the engine needs it for. The versions whose private
+parts have been checked are in ``SUPPORTED``; with any other, importing this module raises UnsupportedVersionError at once
+instead of training wrongly later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.errors import UnsupportedVersionError
+
+SUPPORTED = ("2.20", "2.21")
+
+
+def check_version(version: str) -> None:
+    """Raises UnsupportedVersionError unless ``version`` ("2.21.0") is one whose private parts are known."""
+    if version.startswith(tuple(f"{minor}." for minor in SUPPORTED)):
+        return
+    raise UnsupportedVersionError(
+        f"lockstep rests on private parts of TensorFlow and does not know those of version {version}. "
+        f"Received: tensorflow {version}. Supported: {', '.join(f'{v}.*' for v in SUPPORTED)}. "
+        f"Install one of them: pip install 'tensorflow>={SUPPORTED[0]},<2.{int(SUPPORTED[-1].split('.')[1]) + 1}'."
+    )
+
+
+check_version(tf.__version__)
+
+from tensorflow.core.framework import attr_value_pb2, graph_pb2  # noqa: E402
+from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2  # noqa: E402
+from tensorflow.python.autograph.core import ag_ctx  # noqa: E402
+from tensorflow.python.autograph.core import config as autograph_config  # noqa: E402
+from tensorflow.python.autograph.impl import api as autograph  # noqa: E402
+from tensorflow.python.data.ops import dataset_ops, iterator_ops  # noqa: E402
+from tensorflow.python.distribute import (  # noqa: E402
+    device_util,
+    distribute_lib,
+    distribute_utils,
+    mirrored_run,
+    reduce_util,
+    values,
+    values_util,
+)
+from tensorflow.python.eager import context, record  # noqa: E402
+from tensorflow.python.eager.polymorphic_function import atomic_function, polymorphic_function  # noqa: E402
+from tensorflow.python.framework import (  # noqa: E402
+    auto_control_deps,
+    auto_control_deps_utils,
+    composite_tensor,
+    func_graph,
+    ops,
+)
+from tensorflow.python.grappler import tf_optimizer  # noqa: E402
+from tensorflow.python.ops import handle_data_util, resource_variable_ops  # noqa: E402
+from tensorflow.python.ops.control_flow_v2_func_graphs import (  # noqa: E402
+    CondBranchFuncGraph,
+    WhileBodyFuncGraph,
+    WhileCondFuncGraph,
+)
+from tensorflow.python.types import distribute as distribute_types  # noqa: E402
+from tensorflow.python.util import nest  # noqa: E402
+
+# The extension seam itself: what tf.distribute.Strategy calls. V1 is the class that TensorFlow's own strategies extend.
+StrategyExtended = distribute_lib.StrategyExtendedV1
+ReplicaContext = distribute_lib.ReplicaContext
+ReduceOp = reduce_util.ReduceOp
+Function = polymorphic_function.Function
+FuncGraph = func_graph.FuncGraph
+UnreadVariable = resource_variable_ops._UnreadVariable
+
+# Per-replica values and mirrored variables, so that TensorFlow and Keras recognise ours.
+PerReplica, PerReplicaSpec, Mirrored = values.PerReplica, values.PerReplicaSpec, values.Mirrored
+DistributedValues, DistributedVariable = values.DistributedValues, values.DistributedVariable
+OnReadPolicy, OnWritePolicy = values.OnReadPolicy, values.OnWritePolicy
+CompositeTensor = composite_tensor.CompositeTensor
+# Datasets of per-replica batches: native tf.data objects that also are tf.distribute's public types.
+DatasetWrapper = dataset_ops.UnaryUnchangedStructureDataset
+OwnedIterator = iterator_ops.OwnedIterator
+DistributedDatasetInterface = distribute_types.DistributedDatasetInterface
+DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
+
+ControlFlowGraph = (CondBranchFuncGraph, WhileBodyFuncGraph, WhileCondFuncGraph)
+WhileGraph = (WhileBodyFuncGraph, WhileCondFuncGraph)
+
+AttrValue, NameAttrList, GraphDef = attr_value_pb2.AttrValue, attr_value_pb2.NameAttrList, graph_pb2.GraphDef
+ConfigProto, MetaGraphDef, RewriterConfig = (
+    config_pb2.ConfigProto,
+    meta_graph_pb2.MetaGraphDef,
+    rewriter_config_pb2.RewriterConfig,
+)
+ControlDependencies = auto_control_deps.AutomaticControlDependencies
+
+# A step that AutoGraph converts calls into lockstep as it calls into TensorFlow: without converting the callee's own code.
+autograph_config.CONVERSION_RULES = (
+    autograph_config.DoNotConvert("lockstep"),
+    *autograph_config.CONVERSION_RULES,
+)
+
+
+def canonical_device(device: str) -> str:
+    """The full name of a device: ``"GPU:1"`` -> ``"/job:localhost/replica:0/task:0/device:GPU:1"``."""
+    return device_util.canonicalize(device, default="/job:localhost/replica:0/task:0")
+
+
+def started() -> bool:
+    """Whether TensorFlow's runtime has been initialised, after which devices and threads are fixed."""
+    return context.context()._context_handle is not None
+
+
+def converted(fn: Callable) -> Callable:
+    """``fn`` with AutoGraph applied the way the surrounding tf.function asks for."""
+    return autograph.tf_convert(fn, ag_ctx.control_status_ctx())
+
+
+def may_record_gradients() -> bool:
+    """Whether a GradientTape outside is watching: then a step must consist of differentiable ops."""
+    return record.could_possibly_record()
+
+
+def default_graph() -> Any:
+    return ops.get_default_graph()
+
+
+def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:
+    """Tells ``target`` what the resource or variant ``source`` refers to (dtype, shape of the variable)."""
+    handle_data_util.copy_handle_data(source, target)
+
+
+def mark_read_only_inputs(op: tf.Operation, graph: Any) -> None:
+    """Lets automatic control dependencies know which resource inputs the called ``graph`` only reads."""
+    indices = auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph)
+    ops.set_int_list_attr(op, auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, indices)
+
+
+def function_from_graph(name: str, graph: Any, attrs: dict[str, Any]) -> Any:
+    """A callable graph function from a FuncGraph whose ``inputs`` and ``outputs`` are set."""
+    return atomic_function.from_func_graph(name, graph, attrs)
+
+
+def optimized_graph(config: Any, metagraph: Any) -> Any:
+    """What TensorFlow's graph optimizer (grappler) makes of ``metagraph``; fetches are in its "train_op" collection."""
+    return tf_optimizer.OptimizeGraph(config, metagraph)
+
+
+def run_in_threads(strategy: tf.distribute.Strategy, fn: Callable, args: Any, kwargs: Any) -> Any:
+    """Runs or traces ``fn`` once per replica, one thread each, meeting at every ``merge_call``."""
+    return mirrored_run._call_for_each_replica(strategy, fn, args, kwargs)
+
+
+def clone_function(function: Any, python_function: Callable) -> Any:
+    """A tf.function with the same options as ``function`` around another Python function."""
+    return function._clone(python_function=python_function)
+
+
+@contextlib.contextmanager
+def quiet_device_copies() -> Iterator[None]:
+    """Allows copies between devices without a warning each, and records nothing on a gradient tape."""
+    with context.device_policy(context.DEVICE_PLACEMENT_SILENT), record.stop_recording():
+        yield
+
+
+def create_mirrored_variable(strategy: Any, create: Callable[..., list], policies: dict, **kwargs: Any) -> Any:
+    """The distributed variable around the per-replica variables that ``create`` returns."""
+    return distribute_utils.create_mirrored_variable(
+        strategy, create, distribute_utils.VARIABLE_CLASS_MAPPING, policies, **kwargs
+    )
+
+
+def regroup(per_replica: Sequence[Any], always_wrap: bool = False) -> Any:
+    """[structure of replica 0, ...] -> one structure whose leaves hold one value per replica."""
+    return distribute_utils.regroup(tuple(per_replica), always_wrap=always_wrap)
+
+
+def select_replica(replica: int, structure: Any) -> Any:
+    """The part of ``structure`` that belongs to one replica; distributed variables stay whole."""
+    return distribute_utils.select_replica(replica, structure)
+
+
+is_mirrored = distribute_utils.is_mirrored
+is_sync_on_read = distribute_utils.is_sync_on_read
+update_regroup = distribute_utils.update_regroup
+value_container = distribute_utils.value_container
+validate_colocated_variable = distribute_utils.validate_colocate_distributed_variable
+current_replica = values_util.get_current_replica_id_as_int
+in_update_context = values_util.in_replica_update_context
+UpdateContext = distribute_lib.UpdateContext
+InputContext = distribute_lib.InputContext
+ValueContext = distribute_lib.ValueContext
+require_cross_replica = distribute_lib._require_cross_replica_or_default_context_extended

@@ -1,0 +1,253 @@
+"""Traces a replica function once, for all replicas.
+
+The trace is a graph in which whatever differs between replicas is an input: the arguments, the replica id, the slice's
+weight, and (by way of captures) the handles of the replica's own variables. Where replicas exchange values the graph holds a *mark*: an
+input side that a replica hands in and an output side that it gets back. `stages` cuts the graph at the marks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.engine.context import FallBack, NeedsInlining, TracedContext, is_control_flow
+from lockstep.engine.tf_private import (
+    ControlDependencies,
+    DistributedVariable,
+    FuncGraph,
+    Function,
+    ReduceOp,
+    converted,
+    copy_handle_data,
+    default_graph,
+    nest,
+    ops,
+    select_replica,
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place where replicas exchange values.
+
+    Attributes:
+      kind: "sum", "mean", "first" (replica 0's value for all), "gather" (along ``axis``), "rows" (IndexedSlices, summed
+        or averaged by joining their rows) or "check" (stop unless all replicas hand in True).
+      inputs: what each replica hands in.
+      outputs: what each gets back.
+    """
+
+    kind: str
+    inputs: tuple[tf.Tensor, ...]
+    outputs: tuple[tf.Tensor, ...]
+    axis: int = 0
+    mean: bool = False
+
+
+@dataclass
+class Trace:
+    """One traced replica function."""
+
+    graph: Any
+    replicas: int
+    weighted: bool
+    inline: bool
+    replica_id: Any = None
+    fraction: Any = None
+    active: Any = None
+    arguments: list[tuple[int, tf.Tensor]] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    written: dict[int, Any] = field(default_factory=dict)
+    outputs: Any = None
+    flat_outputs: list[Any] = field(default_factory=list)
+    must_run: list[tf.Operation] = field(default_factory=list)
+
+    def visible(self, placeholder: tf.Tensor) -> tf.Tensor:
+        """``placeholder`` for use in the current graph; signals where it cannot be used there."""
+        graph = default_graph()
+        if graph is self.graph or self.inside_control_flow(graph):
+            return placeholder
+        raise NeedsInlining if isinstance(graph, FuncGraph) and not self.inline else FallBack
+
+    def inside_control_flow(self, graph: Any) -> bool:
+        """Whether ``graph`` is a cond branch or loop body of the traced function (not of a nested tf.function)."""
+        while graph is not self.graph:
+            if not is_control_flow(graph):
+                return False
+            graph = graph.outer_graph
+        return True
+
+    def mark_reduce(self, op: ReduceOp, x: Any) -> Any:
+        if isinstance(x, tf.IndexedSlices):
+            return self._mark_rows(x, mean=op == ReduceOp.MEAN)
+        return self._mark("mean" if op == ReduceOp.MEAN else "sum", tf.convert_to_tensor(x))
+
+    def mark_first(self, x: Any) -> tf.Tensor:
+        return self._mark("first", tf.convert_to_tensor(x))
+
+    def mark_gather(self, x: tf.Tensor, axis: int) -> tf.Tensor:
+        if default_graph() is not self.graph:
+            raise FallBack if self.inline else NeedsInlining
+        with _free():
+            out = _open(x, [None] * x.shape.rank if x.shape.rank is not None else None)
+        self.marks.append(Mark("gather", (x,), (out,), axis=axis))
+        return out
+
+    def mark_check(self, finite: tf.Tensor, step: tf.Tensor) -> None:
+        """Stops the whole step with an error unless ``finite`` holds on every replica."""
+        self.marks.append(Mark("check", (finite, tf.cast(step, tf.int64)), ()))
+
+    def _mark(self, kind: str, x: tf.Tensor) -> tf.Tensor:
+        if default_graph() is not self.graph:
+            raise FallBack if self.inline else NeedsInlining
+        with _free():
+            y = tf.identity(x, name="exchanged")
+        self.marks.append(Mark(kind, (x,), (y,)))
+        return y
+
+    def _mark_rows(self, x: tf.IndexedSlices, mean: bool) -> tf.IndexedSlices:
+        with _free():
+            values = _open(x.values, [None, *x.values.shape[1:].as_list()])
+            indices = _open(x.indices, [None])
+        self.marks.append(Mark("rows", (x.values, x.indices), (values, indices), mean=mean))
+        return tf.IndexedSlices(values, indices, x.dense_shape)
+
+
+@contextlib.contextmanager
+def _free() -> Iterator[None]:
+    """A mark belongs to no device and waits for nothing but its input."""
+    with tf.device(None), tf.control_dependencies(None):
+        yield
+
+
+def _open(x: tf.Tensor, shape: Any) -> tf.Tensor:
+    return tf.raw_ops.PlaceholderWithDefault(input=x, shape=tf.TensorShape(shape))
+
+
+def is_graph_output(value: Any) -> bool:
+    """Whether an output leaf of a replica function is a tensor (not a variable, which is returned as it is)."""
+    return tf.is_tensor(value) and not isinstance(value, (tf.Variable, DistributedVariable))
+
+
+def trace_replica(
+    strategy: Any, fn: Callable, args: Any, kwargs: Any, replicas: int, weighted: bool, finish: Callable[[Any], None]
+) -> Trace:
+    """Traces ``fn`` with replica 0's arguments standing for everybody's.
+
+    Args:
+      strategy: the strategy whose replica context the function sees.
+      fn, args, kwargs: the replica function and its arguments (leaves may be per-replica values).
+      replicas: N.
+      weighted: whether the slices' sizes may differ, so that fractions are inputs.
+      finish: called at the end of the trace, in the replica context, to make written state equal on all replicas.
+
+    Raises:
+      FallBack: the function cannot be traced once.
+    """
+    # AutoGraph decides by the context of the call, so conversion happens out here and not in the new graph.
+    fn = converted(fn)
+    for inline in (False, True):
+        try:
+            return _Tracer(strategy, replicas, weighted, inline, finish).trace(fn, args, kwargs)
+        except NeedsInlining:
+            if inline:
+                raise FallBack from None
+    raise FallBack
+
+
+class _Tracer:
+    def __init__(self, strategy: Any, replicas: int, weighted: bool, inline: bool, finish: Callable[[Any], None]):
+        self._strategy, self._finish = strategy, finish
+        self._trace = Trace(FuncGraph("lockstep_replica", collections={}), replicas, weighted, inline)
+
+    def trace(self, fn: Callable, args: Any, kwargs: Any) -> Trace:
+        trace = self._trace
+        structure, leaves = _merged_leaves(args, kwargs, trace.replicas)
+        with trace.graph.as_default(), ControlDependencies() as control, tf.device(None):
+            self._add_inputs()
+            flat = [self._argument(j, values) for j, values in enumerate(leaves)]
+            args, kwargs = nest.pack_sequence_as(structure, flat, expand_composites=True)
+            with TracedContext(self._strategy, trace), _inlined(trace):
+                trace.outputs = fn(*args, **kwargs)
+                self._finish(trace)
+            trace.flat_outputs = [
+                self._output(o, control) for o in nest.flatten(trace.outputs, expand_composites=True)
+            ]
+        trace.must_run = list(control.ops_which_must_run)
+        if trace.graph.deferred_external_captures:
+            raise FallBack
+        return trace
+
+    def _add_inputs(self) -> None:
+        trace = self._trace
+        trace.replica_id = tf.raw_ops.Placeholder(dtype=tf.int32, shape=[], name="replica_id")
+        trace.fraction = tf.raw_ops.Placeholder(dtype=tf.float32, shape=[], name="fraction")
+        trace.active = tf.raw_ops.Placeholder(dtype=tf.bool, shape=[], name="active")
+
+    def _argument(self, position: int, values: list[Any]) -> Any:
+        first = values[0]
+        if not is_graph_output(first):
+            if any(v is not first and not _same(v, first) for v in values[1:]):
+                raise FallBack  # Python values that differ between replicas need a trace each.
+            return first
+        shape = first.shape
+        for other in values[1:]:
+            shape = shape.most_specific_compatible_shape(other.shape)
+        placeholder = tf.raw_ops.Placeholder(dtype=first.dtype, shape=shape)
+        if first.dtype in (tf.resource, tf.variant):
+            copy_handle_data(first, placeholder)
+        self._trace.arguments.append((position, placeholder))
+        return placeholder
+
+    def _output(self, value: Any, control: Any) -> Any:
+        if isinstance(value, tf.Operation) or not is_graph_output(value):
+            return None if isinstance(value, tf.Operation) else value
+        return control.mark_as_return(self._trace.graph.capture(value))
+
+
+def _merged_leaves(args: Any, kwargs: Any, replicas: int) -> tuple[Any, list[list[Any]]]:
+    """The structure of replica 0's arguments and, for each leaf, the values of all replicas."""
+    selected = [select_replica(r, (tuple(args), dict(kwargs))) for r in range(replicas)]
+    try:
+        for other in selected[1:]:
+            nest.assert_same_structure(selected[0], other, expand_composites=True)
+    except (ValueError, TypeError):
+        raise FallBack from None
+    flat = [nest.flatten(s, expand_composites=True) for s in selected]
+    return selected[0], [list(leaf) for leaf in zip(*flat, strict=True)]
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (ValueError, TypeError):
+        return False
+
+
+@contextlib.contextmanager
+def _inlined(trace: Trace) -> Iterator[None]:
+    """With ``trace.inline``, nested tf.functions called in the trace become part of its graph instead of a call.
+
+    So an exchange in a nested function (an optimizer step in a ``@tf.function``, say) can be cut at like any other.
+    """
+    if not trace.inline:
+        yield
+        return
+    call = Function.__call__
+
+    def inlined_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        graph = default_graph()
+        if function._jit_compile or not (graph is trace.graph or trace.inside_control_flow(graph)):
+            return call(function, *args, **kwargs)
+        with ops.name_scope(function._name or "function"):
+            return converted(function.python_function)(*args, **kwargs)
+
+    Function.__call__ = inlined_call
+    try:
+        yield
+    finally:
+        Function.__call__ = call

@@ -1,0 +1,111 @@
+"""Per-replica values in cross-replica context: reduce, broadcast, gather."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lockstep.engine.tf_private import DistributedValues, DistributedVariable, Mirrored, ReduceOp, is_mirrored, nest
+
+
+def reduce_to(extended: Any, op: ReduceOp, value: Any, destinations: Any) -> Any:
+    """Sums or averages a structure over replicas (``tf.distribute.StrategyExtended.reduce_to``).
+
+    Args:
+      extended: the strategy's engine.
+      op: SUM or MEAN (the plain mean over replicas, as TensorFlow documents it).
+      value: structure of per-replica values.
+      destinations: a device name, or a distributed variable or value to mirror the result like.
+
+    Raises:
+      ValueError: SUM of a value that is not per replica.
+    """
+    return nest.map_structure(lambda v: _reduce_one(extended, op, v, destinations), value)
+
+
+def _reduce_one(extended: Any, op: ReduceOp, value: Any, destinations: Any) -> Any:
+    if not isinstance(value, DistributedValues):
+        return _reduce_plain(extended, op, value)
+    if is_mirrored(value) and op == ReduceOp.MEAN:
+        return value
+    total = sum_or_mean(extended, op, list(value.values), device_of(extended, destinations))
+    if isinstance(destinations, DistributedValues):
+        return Mirrored([total] * extended.replicas)
+    return total
+
+
+def _reduce_plain(extended: Any, op: ReduceOp, value: Any) -> Any:
+    if op == ReduceOp.MEAN or extended.replicas == 1:
+        return value
+    if not tf.is_tensor(value) and not isinstance(value, tf.Operation) and np.all(np.asarray(value) == 0):
+        return value
+    if isinstance(value, tf.Operation) or value is None:
+        return value
+    raise ValueError(
+        f"A value that is not per replica cannot be summed over replicas. Received: {value!r}. "
+        "Allowed: what strategy.run returned. If every replica has this value, multiply it by strategy.num_replicas_in_sync."
+    )
+
+
+def sum_or_mean(extended: Any, op: ReduceOp, values: list[Any], device: str) -> Any:
+    """The sum or mean of one value per replica, computed on ``device``; IndexedSlices stay sparse."""
+    mean = op == ReduceOp.MEAN
+    if isinstance(values[0], tf.IndexedSlices):
+        joined = extended.exchange.join_rows([(v.values, v.indices) for v in values], mean, 0)
+        return tf.IndexedSlices(*joined, values[0].dense_shape)
+    tensors = [tf.convert_to_tensor(v) for v in values]
+    with tf.device(device):
+        if tensors[0].dtype == tf.bool:
+            raise ValueError(f"Boolean values cannot be summed. Received: dtype bool. Cast them first: tf.cast(x, tf.int32). {tensors[0]}")
+        total = tf.add_n(tensors) if len(tensors) > 1 else tf.identity(tensors[0])
+        return total / tf.cast(len(tensors), total.dtype) if mean else total
+
+
+def device_of(extended: Any, destinations: Any) -> str:
+    """The device on which a result for ``destinations`` is computed."""
+    if isinstance(destinations, str):
+        return destinations
+    if isinstance(destinations, DistributedValues):
+        return extended.devices[0]
+    return getattr(destinations, "device", None) or extended.devices[0]
+
+
+def batch_reduce_to(extended: Any, op: ReduceOp, pairs: Any) -> list[Any]:
+    """`reduce_to` for many values at once, mirrored on all replicas: the exchange for replicas that run in threads."""
+    results: list[Any] = [None] * len(pairs)
+    dense: list[int] = []
+    for i, (value, destinations) in enumerate(pairs):
+        if not isinstance(value, DistributedValues):
+            results[i] = _same_everywhere(extended, op, value)
+        elif isinstance(value.values[0], tf.IndexedSlices):
+            total = sum_or_mean(extended, op, list(value.values), device_of(extended, destinations))
+            results[i] = Mirrored([total] * extended.replicas)
+        else:
+            dense.append(i)
+    tensors = [[tf.convert_to_tensor(v) for v in pairs[i][0].values] for i in dense]
+    totals = extended.exchange.reduce(tensors, [op == ReduceOp.MEAN] * len(dense))
+    for i, total in zip(dense, totals, strict=True):
+        results[i] = Mirrored([total] * extended.replicas)
+    return results
+
+
+def _same_everywhere(extended: Any, op: ReduceOp, value: Any) -> Any:
+    """The all-reduce of a value that every replica holds alike (regrouping unwraps those)."""
+    return value * extended.replicas if op == ReduceOp.SUM and extended.replicas > 1 else value
+
+
+def gather(extended: Any, value: Any, destinations: Any, axis: int) -> Any:
+    """Joins per-replica tensors along ``axis``, in replica order; lengths along the axis may differ."""
+    if not isinstance(value, DistributedValues):
+        return value
+    with tf.device(device_of(extended, destinations)):
+        return tf.concat([tf.convert_to_tensor(v) for v in value.values], axis)
+
+
+def read(variable: Any) -> tf.Tensor:
+    """The value of a variable, aggregated over replicas where it is replica-local."""
+    if isinstance(variable, DistributedVariable) and not is_mirrored(variable):
+        return variable._get_cross_replica()
+    return tf.identity(variable._get() if isinstance(variable, DistributedVariable) else variable)

@@ -1,0 +1,178 @@
+"""Mirrored variables: one component per replica, and what reads and writes of them mean.
+
+Reads in a replica see its own component. Writes by aggregation:
+
+- ``SUM``, ``MEAN``: the value is exchanged, then every replica writes the result (a mean is weighted by the slices' sizes).
+- ``ONLY_FIRST_REPLICA``: replica 0's value is written everywhere.
+- ``NONE`` (what layers use for state such as moving statistics): each replica writes its own component, and at the end of
+  the step all copies become equal: floats the weighted mean over replicas, everything else replica 0's value.
+
+``ON_READ`` variables (metrics) are written locally and aggregated when read; a replica without examples writes nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.engine.context import Replica, TracedContext, current, masked
+from lockstep.engine.tf_private import (
+    OnReadPolicy,
+    OnWritePolicy,
+    ReduceOp,
+    create_mirrored_variable,
+    quiet_device_copies,
+)
+
+_NONE = tf.VariableAggregation.NONE
+_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
+
+
+def create(extended: Any, next_creator: Callable, **kwargs: Any) -> Any:
+    """A variable with a component on every replica's device, all starting from replica 0's initial value."""
+    kwargs.pop("colocate_with", None)
+
+    def create_components(**kwargs: Any) -> list[tf.Variable]:
+        components: list[tf.Variable] = []
+        for replica, device in enumerate(extended.devices):
+            with tf.device(device):
+                if replica > 0:
+                    first = components[0]
+                    kwargs["initial_value"] = _copy_of(first, kwargs["initial_value"])
+                    kwargs["name"] = f"{first.name.split(':')[0]}/replica_{replica}/"
+                with quiet_device_copies():
+                    components.append(next_creator(**kwargs))
+        return components
+
+    policies = {
+        tf.VariableSynchronization.ON_WRITE: OnWrite,
+        tf.VariableSynchronization.ON_READ: OnRead,
+    }
+    variable = create_mirrored_variable(extended.container, create_components, policies, **kwargs)
+    for component in variable.values:
+        component.handle._lockstep_variable = weakref.ref(variable)
+    return variable
+
+
+def variable_of(handle: tf.Tensor) -> Any | None:
+    """The mirrored variable that a component's handle belongs to, or None."""
+    reference = getattr(handle, "_lockstep_variable", None)
+    return reference() if reference is not None else None
+
+
+def _copy_of(first: tf.Variable, initial_value: Any) -> Any:
+    del initial_value  # drawn once, for replica 0: a second draw from a random initializer would differ
+
+    def copy() -> tf.Tensor:
+        return tf.identity(first.value())
+
+    return copy
+
+
+class OnWrite(OnWritePolicy):
+    """Writes keep the copies equal."""
+
+    def _update_replica(self, var: Any, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        replica = current()
+        if replica is None:
+            return super()._update_replica(var, update_fn, value, **kwargs)
+        component = var._get_on_device_or_primary()
+        if replica.writes_are_equal or replica.replicas == 1:
+            return update_fn(component, value, **kwargs)
+        if var.aggregation == _NONE:
+            replica.record_write(var)
+            return update_fn(component, value, **kwargs)
+        context = tf.distribute.get_replica_context()
+        if isinstance(context, TracedContext):
+            return update_fn(component, _aggregated(context, replica, var.aggregation, value), **kwargs)
+        return super()._update_replica(var, update_fn, value, **kwargs)
+
+
+class OnRead(OnReadPolicy):
+    """Replica-local state, aggregated when read; a replica that borrowed its row must not count it."""
+
+    def assign(self, var: Any, value: Any, **kwargs: Any) -> Any:
+        return super().assign(var, _if_active(value, lambda: _component(var).read_value(), var), **kwargs)
+
+    def assign_add(self, var: Any, value: Any, **kwargs: Any) -> Any:
+        return super().assign_add(var, _if_active(value, lambda: tf.zeros_like(_tensor(value, var)), var), **kwargs)
+
+    def assign_sub(self, var: Any, value: Any, **kwargs: Any) -> Any:
+        return super().assign_sub(var, _if_active(value, lambda: tf.zeros_like(_tensor(value, var)), var), **kwargs)
+
+
+def _component(var: Any) -> Any:
+    return var._get_on_device_or_primary()
+
+
+def _tensor(value: Any, var: Any) -> tf.Tensor:
+    return tf.convert_to_tensor(value, dtype=var.dtype)
+
+
+def _if_active(value: Any, otherwise: Callable[[], tf.Tensor], var: Any) -> Any:
+    """``value``, or ``otherwise()`` on a replica without examples."""
+    replica = current()
+    active = replica.active if replica is not None else None
+    return value if active is None else tf.where(active, _tensor(value, var), otherwise())
+
+
+def _aggregated(context: TracedContext, replica: Replica, aggregation: Any, value: Any) -> Any:
+    """``value`` as all replicas together write it."""
+    if aggregation == _FIRST:
+        if isinstance(value, tf.IndexedSlices):
+            value = tf.convert_to_tensor(value)
+        return context._trace.mark_first(value)
+    if not isinstance(value, tf.IndexedSlices):
+        value = tf.convert_to_tensor(value)
+    if aggregation == tf.VariableAggregation.SUM or replica.active is None:
+        op = ReduceOp.SUM if aggregation == tf.VariableAggregation.SUM else ReduceOp.MEAN
+        return context.all_reduce(op, value)
+    return context.all_reduce(ReduceOp.SUM, weighted(value, replica.fraction))
+
+
+def weighted(value: Any, fraction: Any) -> Any:
+    """``value`` times the slice's fraction of the global batch, in the value's dtype but multiplied in at least float32."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(weighted(value.values, fraction), value.indices, value.dense_shape)
+    wide = tf.cast(value, tf.float32) if value.dtype.size < 4 else value
+    return tf.cast(wide * tf.cast(fraction, wide.dtype), value.dtype)
+
+
+def _is_averaged(variable: Any) -> bool:
+    return variable.dtype.is_floating or variable.dtype.is_complex
+
+
+def make_equal_in_trace(trace: Any) -> None:
+    """Ends a trace: variables that replicas wrote on their own become equal everywhere."""
+    replica = current()
+    assert replica is not None
+    with replica.equal_writes():
+        for variable in list(trace.written.values()):
+            component = variable._get_replica(0)
+            value = component.read_value()
+            if _is_averaged(variable):
+                (share,) = masked([weighted(value, replica.fraction)], replica.active)
+                value = trace.mark_reduce(ReduceOp.SUM, share)
+            else:
+                value = trace.mark_first(value)
+            component.assign(tf.ensure_shape(value, variable.shape), read_value=False)
+
+
+def make_equal(extended: Any, written: Iterable[Any], weights: Any) -> None:
+    """The same after replicas ran in threads, in cross-replica context."""
+    fractions = weights.fractions if weights else [1.0 / extended.replicas] * extended.replicas
+    for variable in written:
+        values = [component.read_value() for component in variable.values]
+        if _is_averaged(variable):
+            shares = [weighted(v, f) for v, f in zip(values, fractions, strict=True)]
+            if weights is not None:
+                shares = [masked([s], a)[0] for s, a in zip(shares, weights.active, strict=True)]
+            result = extended.exchange.reduce([shares], [False])[0]
+        else:
+            result = values[0]
+        for component, device in zip(variable.values, extended.devices, strict=True):
+            with tf.device(device):
+                component.assign(result, read_value=False)

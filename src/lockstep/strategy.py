@@ -1,0 +1,172 @@
+"""The strategy classes that a user constructs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.engine import devices as devices_
+from lockstep.engine import feed, keras_private, losses
+from lockstep.engine.extended import Extended
+from lockstep.engine.replicas import StepFunction
+from lockstep.engine.tf_private import DistributedValues, nest
+from lockstep.engine.weights import find_slices
+from lockstep.errors import StrategyMismatchError
+
+
+class MirroredStrategy(tf.distribute.MirroredStrategy):
+    """Synchronous data-parallel training on the devices of one host: N replicas compute what one device would.
+
+    A drop-in for ``tf.distribute.MirroredStrategy`` (of which it is a subclass, with an engine of its own): the same scope,
+    ``run``, ``reduce``, ``gather`` and datasets, and Keras ``fit`` / ``evaluate`` / ``predict`` unmodified.
+
+    Args:
+      devices: device names, one replica each, such as ``["GPU:0", "GPU:1"]``. Default: all visible GPUs; where there are
+        none, logical CPU devices.
+      cross_device_ops: how gradients are exchanged: None, ``tf.distribute.HierarchicalCopyAllReduce()`` (each tensor
+        reduced on one device, spread over all) or ``tf.distribute.ReductionToOneDevice()``.
+      replicas: how many replicas, instead of ``devices``: the first GPUs, or that many logical CPU devices (default one), which
+        are created before TensorFlow starts, with threads shared out between them.
+      check_finite: stop with ``tf.errors.InvalidArgumentError``, naming replica and step, before an update whose loss
+        or gradients are not finite.
+
+    Raises:
+      DeviceError: unknown, repeated, mixed or too few devices.
+      TooLateError: CPU devices would have to be created after TensorFlow has started.
+      UnsupportedVersionError: TensorFlow or Keras is a version whose internals are not known.
+
+    >>> import keras, numpy as np
+    >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> history = model.fit(np.ones((8, 3)), np.ones((8, 1)), batch_size=4, verbose=0)
+    >>> strategy.num_replicas_in_sync
+    2
+
+    Follows ``tf.distribute.MirroredStrategy`` (TensorFlow 2.21) in its interface.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: Any = None,
+        *,
+        replicas: int | None = None,
+        check_finite: bool = False,
+    ):
+        keras_private.install()
+        losses.install()
+        names = devices_.resolve(devices, replicas)
+        # Not MirroredStrategy's own constructor, which would build TensorFlow's engine.
+        tf.distribute.Strategy.__init__(self, Extended(self, names, cross_device_ops, check_finite))
+        self._warned_undistributed = False
+        self._inside_library = 0
+
+    def scope(self) -> Any:
+        """The context in which variables become mirrored.
+
+        Raises:
+          StrategyMismatchError: entered inside the scope of another strategy.
+        """
+        if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not self:
+            raise StrategyMismatchError(
+                "Two strategies cannot be in scope at once. "
+                f"Received: scope() of {self!r} inside the scope of {tf.distribute.get_strategy()!r}. "
+                "Leave the outer scope first, or use one strategy for the whole program."
+            )
+        return super().scope()
+
+    def run(self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs ``fn`` on every replica, each with its own slice of per-replica arguments.
+
+        Args:
+          fn: the replica function. Inside a ``tf.function`` it is traced once for all replicas.
+          args, kwargs: its arguments; leaves that are per-replica values (a distributed dataset's batches, results of
+            ``run``) are taken apart, all others go to every replica as they are.
+          options: accepted for compatibility with ``tf.distribute.RunOptions``.
+
+        Returns:
+          Per-replica values of what ``fn`` returned.
+        """
+        if not isinstance(fn, StepFunction):
+            self._warn_if_undistributed(fn, (args, kwargs or {}))
+            return super().run(fn, args=args, kwargs=kwargs, options=options)
+        if self.num_replicas_in_sync > 1 and not find_slices(args) and not _has_per_replica(args):
+            args = self.split(args)
+        with self.extended.run_options(borrow=fn.borrow, xla=fn.xla):
+            results = super().run(fn.function, args=args, kwargs=kwargs, options=options)
+        return fn.after(results) if fn.after else results
+
+    def split(self, batch: Any) -> Any:
+        """Splits one global batch over the replicas, for ``run``.
+
+        Args:
+          batch: structure of tensors or arrays of shape ``[global_batch, ...]``, any dtype, dense, ragged or sparse.
+
+        Returns:
+          The same structure with one slice per replica in each leaf (with one replica, the batch itself).
+
+        Raises:
+          BatchError: a leaf has no batch axis, or the leaves disagree about the number of examples.
+
+        >>> import numpy as np
+        >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> slices = strategy.split(np.array([1, 2, 3]))
+        >>> [v.numpy().tolist() for v in strategy.experimental_local_results(slices)]
+        [[1, 2], [3]]
+        """
+        return batch if self.num_replicas_in_sync == 1 else feed.split(batch, self.num_replicas_in_sync)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces per-replica values to one: over replicas, and over ``axis`` of each value unless it is None.
+
+        Args:
+          reduce_op: "SUM" or "MEAN" (``tf.distribute.ReduceOp``).
+          value: per-replica values (``axis=0`` with MEAN weighs each example alike, however uneven the slices).
+          axis: None, or the axis to reduce in each value as well.
+
+        Returns:
+          A tensor of the value's shape, without ``axis``.
+        """
+        self._inside_library += 1
+        try:
+            return super().reduce(reduce_op, value, axis)
+        finally:
+            self._inside_library -= 1
+
+    def _warn_if_undistributed(self, fn: Callable, arguments: Any) -> None:
+        if self.num_replicas_in_sync == 1 or self._warned_undistributed or self._inside_library:
+            return
+        leaves = nest.flatten(arguments)
+        if any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            return
+        batch = next((leaf for leaf in leaves if feed.is_batched_value(leaf)), None)
+        if batch is None:
+            return
+        self._warned_undistributed = True
+        n = self.num_replicas_in_sync
+        warnings.warn(
+            f"strategy.run({_described(fn)}) was given a batch that is not split over the replicas: a tensor of shape "
+            f"{tuple(batch.shape)}. Each of the {n} replicas processes all of it: {n} times the work, and {n} times the gradient. "
+            "Add the line\n    dataset = strategy.experimental_distribute_dataset(dataset)\n"
+            "before the loop, or split this batch:\n    strategy.run(fn, args=(strategy.split(batch),))\n"
+            "If every replica is meant to get the whole tensor, pass it as a closure instead of an argument.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _has_per_replica(structure: Any) -> bool:
+    return any(isinstance(leaf, DistributedValues) for leaf in nest.flatten(structure))
+
+
+def _described(fn: Callable) -> str:
+    """The function's name and where it is written."""
+    function = getattr(fn, "python_function", fn)
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", repr(function))
+    return f"{name}, {code.co_filename}:{code.co_firstlineno}" if code else name

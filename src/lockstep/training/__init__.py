@@ -1,0 +1,1 @@
+"""What a training run needs around Keras ``fit``: the recipe, data, progress, logs."""

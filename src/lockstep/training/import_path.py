@@ -1,0 +1,93 @@
+"""Calling what a recipe names by import path, with errors that point at its lines."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from lockstep.training.recipe_file import RecipeFile
+from lockstep.training.recipe_problems import Problem, nearest, toml_text
+from lockstep.training.toml_lines import KeyPath
+
+__all__ = ["check_arguments", "import_function"]
+
+
+def import_function(file: RecipeFile, path: KeyPath, import_path: str) -> Callable[..., Any]:
+    """The function that ``import_path`` ("module:function") names; the recipe's own folder is searched last.
+
+    Raises:
+        RecipeError: no such module or function, at the line of ``path``.
+    """
+    module_name, _, name = import_path.partition(":")
+    module = _import_module(file, path, module_name)
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
+    names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+    raise file.error(
+        Problem(
+            path,
+            f"The module {module_name} has no function {name!r}",
+            f"{path[-1]} = {toml_text(import_path)}",
+            ", ".join(names) or "the module has no public function",
+            nearest(name, names),
+        )
+    )
+
+
+def check_arguments(
+    file: RecipeFile, path: KeyPath, function: Callable[..., Any], arguments: dict[str, Any], closed: bool = False
+) -> None:
+    """Check that ``function`` takes ``arguments``, before the call makes a less readable error of it.
+
+    With ``closed``, a function's ``**kwargs`` count for nothing: Keras optimizers have them only to reject what is in
+    them.
+
+    Raises:
+        RecipeError: an argument that the function does not take, or one that it needs and is not given.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        # Some functions written in C do not say what they take; then the call itself is the check.
+        return
+    takes_any = not closed and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    called = getattr(function, "__name__", str(function))
+    for name, value in arguments.items():
+        if name not in named and not takes_any:
+            what = f"{called} takes no argument {name!r}"
+            allowed = ", ".join(named) or "no arguments"
+            raise file.error(
+                Problem((*path, name), what, f"{name} = {toml_text(value)}", allowed, nearest(name, named))
+            )
+    for name in named:
+        if parameters[name].default is inspect.Parameter.empty and name not in arguments:
+            what = f"{called} needs the argument {name!r}"
+            raise file.error(Problem(path, what, toml_text(arguments), f"{name} = a value of its kind"))
+
+
+def _import_module(file: RecipeFile, path: KeyPath, name: str) -> ModuleType:
+    folder = str(file.path.resolve().parent)
+    if folder not in sys.path:
+        # Last, so that a file beside the recipe never hides an installed package.
+        sys.path.append(folder)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if missing != name and not name.startswith(f"{missing}."):
+            # The module is there; something that it imports is not. That is no mistake of the recipe.
+            raise
+        raise file.error(
+            Problem(
+                path,
+                f"There is no module {missing!r}",
+                f"{path[-1]} = {toml_text(f'{name}:...')}",
+                f"a module on Python's import path or in {folder}",
+            )
+        ) from None
