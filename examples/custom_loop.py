@@ -5,7 +5,7 @@ from __future__ import annotations
 import lockstep
 from lockstep.training import digits
 
-EPOCHS = 12
+EPOCHS = 25
 GLOBAL_BATCH = 64  # 32 examples per replica
 
 

@@ -23,9 +23,7 @@ class Finished:
 
     def check(self) -> Finished:
         """This result, if the process ended well; otherwise an assertion error that shows what it printed."""
-        assert self.returncode == 0, (
-            f"exit code {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
-        )
+        assert self.returncode == 0, f"exit code {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
         return self
 
 

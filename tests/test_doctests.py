@@ -11,9 +11,7 @@ import pytest
 import lockstep
 
 MODULES = [
-    module.name
-    for module in pkgutil.walk_packages(lockstep.__path__, "lockstep.")
-    if module.name.split(".")[-1] != "__main__"
+    module.name for module in pkgutil.walk_packages(lockstep.__path__, "lockstep.") if module.name.split(".")[-1] != "__main__"
 ]
 
 

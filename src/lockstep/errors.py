@@ -10,7 +10,6 @@ __all__ = [
     "BatchError",
     "DeviceError",
     "LockstepError",
-    "NonFiniteError",
     "RecipeError",
     "StrategyMismatchError",
     "TooLateError",
@@ -21,6 +20,10 @@ __all__ = [
 
 class LockstepError(Exception):
     """Base of every error that lockstep raises on purpose."""
+
+    # AutoGraph re-raises an error from converted code as its own type only if it is built like a plain Exception;
+    # otherwise the caller would get a StagingError, which no `except BatchError` catches.
+    __init__ = Exception.__init__
 
 
 class DeviceError(LockstepError, ValueError):
@@ -35,12 +38,8 @@ class BatchError(LockstepError, ValueError):
     """A batch or dataset cannot be split over the replicas."""
 
 
-class StrategyMismatchError(LockstepError, ValueError):
+class StrategyMismatchError(LockstepError, ValueError, RuntimeError):
     """A variable, model or scope belongs to another strategy."""
-
-
-class NonFiniteError(LockstepError, FloatingPointError):
-    """A loss or gradient is NaN or infinite on some replica (only with ``check_finite=True``)."""
 
 
 class UnsupportedError(LockstepError, NotImplementedError):

@@ -151,7 +151,8 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         n = self.num_replicas_in_sync
         warnings.warn(
             f"strategy.run({_described(fn)}) was given a batch that is not split over the replicas: a tensor of shape "
-            f"{tuple(batch.shape)}. Each of the {n} replicas processes all of it: {n} times the work, and {n} times the gradient. "
+            f"{tuple(batch.shape)}. Each of the {n} replicas processes all of it: {n} times the work, and {n} times "
+            "the gradient. "
             "Add the line\n    dataset = strategy.experimental_distribute_dataset(dataset)\n"
             "before the loop, or split this batch:\n    strategy.run(fn, args=(strategy.split(batch),))\n"
             "If every replica is meant to get the whole tensor, pass it as a closure instead of an argument.",

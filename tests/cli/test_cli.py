@@ -64,14 +64,14 @@ def test_train_from_recipe_to_run_folder(tmp_path: Path) -> None:
     result = run_lockstep("train", str(recipe), "--run-dir", "out", timeout_s=300, cwd=tmp_path).check()
     last = result.stdout.splitlines()[-1]
     assert last == "run folder out"
-    assert "epoch 15/15  step 345" in result.stdout
+    assert "epoch 25/25  step 575" in result.stdout
     assert "2 replicas" in result.stdout
 
     out = tmp_path / "out"
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events].count("epoch") == 15
+    assert [event["event"] for event in events].count("epoch") == 25
     test = events[-1]
-    assert (test["event"], test["step"]) == ("test", 345)
+    assert (test["event"], test["step"]) == ("test", 575)
     assert test["accuracy"] >= 0.97
 
     model = keras.saving.load_model(out / "model.keras")

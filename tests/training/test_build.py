@@ -89,9 +89,7 @@ def test_a_module_that_cannot_import_what_it_needs_is_not_the_recipes_fault(
 
 
 def test_an_argument_that_the_function_does_not_take(tmp_path: Path) -> None:
-    file = recipe_with(
-        tmp_path, 'source = "digits"\narguments = {}', 'source = "digits"\narguments = { test_frac = 0.5 }'
-    )
+    file = recipe_with(tmp_path, 'source = "digits"\narguments = {}', 'source = "digits"\narguments = { test_frac = 0.5 }')
     with pytest.raises(RecipeError) as error:
         load_data(file)
     assert message(error) == (

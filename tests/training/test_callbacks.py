@@ -80,9 +80,7 @@ def test_metrics_are_written_one_step_late_and_flushed(tmp_path: Path) -> None:
     assert list(lines(path)[0]) == list(step)
 
     log.on_epoch_end(0, {"loss": 3.0})
-    assert lines(path)[1:] == [
-        {"event": "epoch", "step": 3, "epoch": 1, "wall_s": 1.5, "images_per_s": 6.667, "loss": 3.0}
-    ]
+    assert lines(path)[1:] == [{"event": "epoch", "step": 3, "epoch": 1, "wall_s": 1.5, "images_per_s": 6.667, "loss": 3.0}]
     log.write_test({"loss": 4.0})
     log.close()
     assert lines(path)[2:] == [{"event": "test", "step": 3, "epoch": 1, "wall_s": 1.5, "loss": 4.0}]

@@ -51,7 +51,5 @@ def test_evaluation_batches_keep_the_order() -> None:
 
 
 def test_inputs_and_targets_of_different_length() -> None:
-    with pytest.raises(
-        ValueError, match=r"same number of rows. Received: inputs of shape \(3,\), targets of shape \(2,"
-    ):
+    with pytest.raises(ValueError, match=r"same number of rows. Received: inputs of shape \(3,\), targets of shape \(2,"):
         Examples(np.zeros(3), np.zeros(2))

@@ -108,8 +108,7 @@ MISTAKES = {
     "whole number wanted": (
         "replicas = 2",
         "replicas = 2.5",
-        "line 8: 'replicas' of [strategy] has a wrong value. Received: replicas = 2.5. "
-        "Allowed: a whole number, 1 or more.",
+        "line 8: 'replicas' of [strategy] has a wrong value. Received: replicas = 2.5. Allowed: a whole number, 1 or more.",
     ),
     "true is no number": (
         "global = 64",
@@ -125,14 +124,12 @@ MISTAKES = {
     "out of range": (
         "learning_rate = 1",
         "learning_rate = -0.5",
-        "line 15: 'learning_rate' of [optimizer] has a wrong value. Received: learning_rate = -0.5. "
-        "Allowed: a number above 0.",
+        "line 15: 'learning_rate' of [optimizer] has a wrong value. Received: learning_rate = -0.5. Allowed: a number above 0.",
     ),
     "not finite": (
         "learning_rate = 1",
         "learning_rate = inf",
-        "line 15: 'learning_rate' of [optimizer] has a wrong value. Received: learning_rate = inf. "
-        "Allowed: a number above 0.",
+        "line 15: 'learning_rate' of [optimizer] has a wrong value. Received: learning_rate = inf. Allowed: a number above 0.",
     ),
     "unknown choice": (
         'name = "adam"',
@@ -156,8 +153,7 @@ MISTAKES = {
     "neither batch": (
         "global = 64",
         "",
-        "line 10: [batch] has neither 'global' nor 'per_replica'. Received: {}. "
-        "Allowed: exactly one of global, per_replica.",
+        "line 10: [batch] has neither 'global' nor 'per_replica'. Received: {}. Allowed: exactly one of global, per_replica.",
     ),
     "replicas and devices": (
         "replicas = 2",
@@ -173,8 +169,7 @@ MISTAKES = {
     "missing section": (
         "[batch]\nglobal = 64\n",
         "",
-        "line 1: The section [batch] is missing. Received: nothing. "
-        "Allowed: a table with the keys global, per_replica.",
+        "line 1: The section [batch] is missing. Received: nothing. Allowed: a table with the keys global, per_replica.",
     ),
     "syntax": (
         "global = 64",
@@ -211,9 +206,7 @@ def test_a_key_given_twice_is_a_syntax_error(tmp_path: Path) -> None:
 
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "none.toml"
-    with pytest.raises(
-        RecipeError, match="The recipe cannot be read: No such file or directory. Received: .*none.toml"
-    ):
+    with pytest.raises(RecipeError, match="The recipe cannot be read: No such file or directory. Received: .*none.toml"):
         load_recipe(path)
 
 

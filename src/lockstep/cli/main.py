@@ -45,7 +45,7 @@ def _options(
 
 def main() -> None:
     """Run the command. What lockstep itself refuses is a message on stderr; anything else is a traceback."""
-    # TensorFlow's notes about its own build are no news to a user; its warnings and errors still show.
+    # Without TensorFlow's notes about its own build (all but one, written before it reads this); warnings still show.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     try:
         app()

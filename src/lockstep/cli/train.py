@@ -15,9 +15,7 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE.toml")],
     run_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="The run folder; it must not be there yet. Default: a new folder under runs/.", metavar="DIR"
-        ),
+        typer.Option(help="The run folder; it must not be there yet. Default: a new folder under runs/.", metavar="DIR"),
     ] = None,
 ) -> None:
     """Train as RECIPE.toml says; model, resolved recipe and metrics go into a new run folder."""

@@ -1,4 +1,4 @@
-"""An exchange inside a ``tf.cond`` branch of a replica function: there the graph cannot be cut, so TensorFlow's collective runs."""
+"""An exchange inside a ``tf.cond`` branch: there the graph cannot be cut, so TensorFlow's collective op runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a replica function sees of its replica: its id, its weight, and the exchange with the others.
 
 `current()` answers "which lockstep replica am I in?" for the rest of the engine and for the Keras seams. There are three
-kinds of replica: traced once for all (`TracedContext`), alone (`SoleContext`, N = 1), and one Python thread each (TensorFlow's own
-context, to which `ThreadReplica` adds what we need).
+kinds of replica: traced once for all (`TracedContext`), alone (`SoleContext`, N = 1), and one Python thread each
+(TensorFlow's own context, to which `ThreadReplica` adds what we need).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from lockstep.engine.weights import Weights
 
 
-class FallBack(BaseException):  # noqa: N818 - a signal, not an error: user code catching Exception must not stop it
+class FallBack(BaseException):
     """This replica function cannot be traced once; trace or run it once per replica instead."""
 
 
-class NeedsInlining(BaseException):  # noqa: N818 - a signal
+class NeedsInlining(BaseException):
     """A nested tf.function holds an exchange or asks for its replica: trace again with nested functions inlined."""
 
 
@@ -146,9 +146,9 @@ class TracedContext(ReplicaContext):
 
         return nest.map_structure(lambda v: gathered(tf.convert_to_tensor(v)), value)
 
-    def check(self, finite: tf.Tensor, step: tf.Tensor) -> None:
-        """Stops the step before the next exchange's results are used, unless ``finite`` holds on all replicas."""
-        self._trace.mark_check(finite, step)
+    def check(self, finite: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """Stops the step unless ``finite`` holds on all replicas; what waits for the result runs after that."""
+        return self._trace.mark_check(finite, step)
 
     def _exchange(self, op: ReduceOp, xs: list[Any]) -> list[Any]:
         xs = self.lockstep.masked([_as_value(x) for x in xs])

@@ -37,7 +37,7 @@ class DistributedDataset(DatasetWrapper, DistributedDatasetInterface):
         return DistributedIterator(self) if tf.executing_eagerly() else super().__iter__()
 
 
-def distribute(dataset: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
+def distribute(dataset: Any, replicas: int) -> Any:
     """Splits every global batch of ``dataset`` over the replicas.
 
     Args:
@@ -52,7 +52,8 @@ def distribute(dataset: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
     if not isinstance(dataset, tf.data.Dataset):
         raise BatchError(
             f"Only a tf.data.Dataset can be distributed. Received: {type(dataset).__name__}. "
-            "Wrap arrays with tf.data.Dataset.from_tensor_slices(...).batch(global_batch_size), one batch with strategy.split(batch)."
+            "Wrap arrays with tf.data.Dataset.from_tensor_slices(...).batch(global_batch_size), one batch with "
+            "strategy.split(batch)."
         )
     check_not_empty(dataset)
     feed.check_leaves(feed.named_leaves(dataset.element_spec))
@@ -69,7 +70,7 @@ def check_not_empty(dataset: tf.data.Dataset) -> None:
         )
 
 
-def from_function(make: Callable[[Any], tf.data.Dataset], replicas: int) -> tf.data.Dataset:
+def from_function(make: Callable[[Any], tf.data.Dataset], replicas: int) -> Any:
     """A dataset of *per-replica* batches, made by ``make(tf.distribute.InputContext)``; consecutive ones go to replicas 0..N-1.
 
     Where the dataset ends in the middle of a group, the replicas left over get empty batches, and every other its exact weight.

@@ -55,7 +55,8 @@ def _named(devices: Sequence[str]) -> tuple[str, ...]:
     for name, given in zip(names, devices, strict=True):
         if names.count(name) > 1:
             raise DeviceError(
-                f"Each replica needs a device of its own. Received: {list(devices)!r}, in which {given!r} stands more than once. "
+                f"Each replica needs a device of its own. Received: {list(devices)!r}, in which {given!r} stands "
+                "more than once. "
                 "Name each device once, or use replicas=N for N logical CPU devices."
             )
     kinds = {name.rsplit(":", 2)[1] for name in names}
@@ -111,7 +112,8 @@ def _prepare_cpus(count: int, replicas: int) -> None:
         have = len(tf.config.list_logical_devices("CPU"))
         if have < count:
             raise TooLateError(
-                f"TensorFlow has already started with {have} logical CPU device(s), and {count} are needed for {replicas} replicas; "
+                f"TensorFlow has already started with {have} logical CPU device(s), and {count} are needed for "
+                f"{replicas} replicas; "
                 "they cannot be added any more. Make the strategy first, before any dataset, model, optimizer, tensor or "
                 "tf.config.list_logical_devices() call."
             )
@@ -121,7 +123,8 @@ def _prepare_cpus(count: int, replicas: int) -> None:
         if configured:
             raise DeviceError(
                 f"There are more replicas than devices. Received: {count} CPU devices asked for. "
-                f"tf.config.set_logical_device_configuration made {len(configured)}. Make {count} there, or leave that call out."
+                f"tf.config.set_logical_device_configuration made {len(configured)}. Make {count} there, or leave "
+                "that call out."
             )
         if count > 1:
             tf.config.set_logical_device_configuration(physical, [tf.config.LogicalDeviceConfiguration()] * count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,11 @@ from lockstep.engine.tf_private import (
 from lockstep.engine.trace import Mark, Trace, is_graph_output
 from lockstep.engine.variables import variable_of
 from lockstep.engine.weights import Weights
+
+_NOT_FINITE = (
+    "lockstep: the loss or a gradient is not finite (check_finite=True). No replica was updated. "
+    "Look for a learning rate that is too large, a log or division of 0, or bad input in this replica's slice:"
+)
 
 # Name of a tensor in the trace -> one replica's tensor in the step.
 Bindings = dict[str, tf.Tensor]
@@ -68,9 +72,7 @@ def _bind(extended: Any, trace: Trace, arguments: Any, weights: Weights | None, 
     return bound
 
 
-def _call(
-    extended: Any, stage: Stage, bound: Bindings, replica: int, before: list[tf.Operation], xla: bool
-) -> tf.Operation:
+def _call(extended: Any, stage: Stage, bound: Bindings, replica: int, before: list[tf.Operation], xla: bool) -> tf.Operation:
     """Calls the stage on one replica's device and binds what it gives."""
     graph, function = stage.for_replica(replica)
     default_graph()._add_function_recursive(function)
@@ -121,7 +123,8 @@ def _exchange(extended: Any, marks: Sequence[Mark], bindings: list[Bindings]) ->
                 whole = tf.concat([v[0] for v in values], mark.axis)
             _bind_all(mark, [whole], bindings)
         elif mark.kind == "check":
-            checks.append(_check([v[0] for v in values], values[0][1]))
+            checks.append(assert_finite([v[0] for v in values], values[0][1]))
+            _bind_all(mark, values[0][:1], bindings)
     return checks
 
 
@@ -131,19 +134,16 @@ def _bind_all(mark: Mark, values: Sequence[tf.Tensor], bindings: list[Bindings])
             bound[output.name] = value
 
 
-def _check(finite: list[tf.Tensor], step: tf.Tensor) -> tf.Operation:
-    """An op that fails, naming replica and step, unless every replica's loss and gradients are finite."""
+def assert_finite(finite: list[tf.Tensor], step: tf.Tensor) -> tf.Operation:
+    """An op (in eager mode, a check at once) that fails, naming replica and step, unless every flag is True.
+
+    Args:
+      finite: per replica, whether its loss and gradients are finite (bool scalars).
+      step: the number of updates made so far (int64 scalar).
+    """
     flags = tf.stack(finite)
     replica = tf.argmin(tf.cast(flags, tf.int32))
-    return tf.debugging.Assert(tf.reduce_all(flags), [not_finite_text(), "replica", replica, "step", step])
-
-
-@functools.cache
-def not_finite_text() -> str:
-    return (
-        "lockstep: the loss or a gradient is not finite (check_finite=True). No replica was updated. "
-        "Look for a learning rate that is too large, a log or division of 0, or bad input in this replica's slice:"
-    )
+    return tf.debugging.Assert(tf.reduce_all(flags), [_NOT_FINITE, "replica", replica, "step", step])
 
 
 def _results(trace: Trace, bound: Bindings) -> Any:

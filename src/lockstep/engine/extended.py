@@ -93,9 +93,11 @@ class Extended(StrategyExtended):
         return value_container(value)
 
     def _use_merge_call(self) -> bool:
-        """Whether replicas meet by threads pausing in merge_call. Traced once, alone, or writing equal values, they need not."""
+        """Whether replicas meet by pausing in merge_call. Traced once, alone, or writing equal values, they need not."""
         replica = current()
-        return not (replica is not None and (replica.replicas == 1 or isinstance(replica, TracedReplica) or replica.writes_are_equal))
+        return not (
+            replica is not None and (replica.replicas == 1 or isinstance(replica, TracedReplica) or replica.writes_are_equal)
+        )
 
     # Variables.
 

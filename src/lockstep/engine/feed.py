@@ -110,14 +110,14 @@ def split(batch: Any, replicas: int) -> Any:
     """
     batch = nest.map_structure(_as_tensor, batch)
     check_leaves([(path, spec_of(leaf)) for path, leaf in named_leaves(batch)])
-    leaves = [leaf for leaf in nest.flatten(batch) if leaf is not None]
+    leaves = [leaf for leaf in nest.flatten(batch) if _is_split(leaf)]
     sizes = [batch_size(leaf) for leaf in leaves]
     checks = _agreement_checks(sizes)
     cuts: dict[Any, list] = {}
 
     def slices(leaf: Any) -> Any:
-        if leaf is None:
-            return None
+        if not _is_split(leaf):
+            return leaf
         size = batch_size(leaf)
         key = size if isinstance(size, int) else "dynamic"
         if key not in cuts:
@@ -130,6 +130,15 @@ def split(batch: Any, replicas: int) -> Any:
         return Slices(values)
 
     return nest.map_structure(slices, batch)
+
+
+def _is_split(leaf: Any) -> bool:
+    """Whether a leaf holds examples: ``None`` and Optionals (Keras's stand-in for None in a dataset) hold nothing."""
+    return leaf is not None and not isinstance(leaf, tf.experimental.Optional)
+
+
+def _holds_nothing(spec: Any) -> bool:
+    return isinstance(spec, tf.OptionalSpec) or type(spec).__name__ == "NoneTensorSpec"
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -150,8 +159,7 @@ def spec_of(leaf: Any) -> Any:
 def named_leaves(structure: Any) -> list[tuple[str, Any]]:
     """(path, leaf) pairs, with paths as a user would write them: ``[0]['image']``."""
     return [
-        ("".join(f"[{key!r}]" for key in path) or "the batch", leaf)
-        for path, leaf in nest.flatten_with_tuple_paths(structure)
+        ("".join(f"[{key!r}]" for key in path) or "the batch", leaf) for path, leaf in nest.flatten_with_tuple_paths(structure)
     ]
 
 
@@ -160,13 +168,14 @@ def check_leaves(leaves: list[tuple[str, Any]]) -> None:
     known: dict[str, int] = {}
     for path, spec in leaves:
         shape = getattr(spec, "shape", None)
-        if spec is None or isinstance(spec, tf.NoneTensorSpec) or (shape is None and not isinstance(spec, tf.TypeSpec)):
+        if spec is None or _holds_nothing(spec):
             continue
         if shape is None or shape.rank is None:
             raise BatchError(
                 f"A batch cannot be split along an axis that may not exist. Received: {path} of unknown rank ({spec}). "
                 "Allowed: tensors whose number of axes is known, the first being the batch. "
-                "Give the shape: dataset.map(lambda x: tf.ensure_shape(x, [None, ...])), or output_signature= in from_generator."
+                "Give the shape: dataset.map(lambda x: tf.ensure_shape(x, [None, ...])), or output_signature= in "
+                "from_generator."
             )
         if shape.rank == 0:
             raise BatchError(
@@ -198,4 +207,6 @@ def is_batched_value(value: Any) -> bool:
     if not (tf.is_tensor(value) or isinstance(value, np.ndarray)):
         return False
     shape = tf.TensorShape(value.shape)
-    return shape.rank is not None and shape.rank >= 1 and (shape[0] is None or shape[0] > 1)
+    rank: Any = shape.rank
+    rows_: Any = shape[0] if rank else 0
+    return bool(rank) and (rows_ is None or rows_ > 1)

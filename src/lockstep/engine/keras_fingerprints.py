@@ -11,7 +11,9 @@ KNOWN: dict[str, frozenset[str]] = {
     "keras.src.losses.loss:reduce_values": frozenset({"2f6cb4cc7b8e36ee"}),
     "keras.src.optimizers.base_optimizer:BaseOptimizer.apply": frozenset({"fa7a992c3dfcc349"}),
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.apply": frozenset({"f370d92679234f1a"}),
-    "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": frozenset({"935ee2c9f12d56a4", "bb1ee993ba1389e9"}),
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": frozenset(
+        {"935ee2c9f12d56a4", "bb1ee993ba1389e9"}
+    ),
     "keras.src.random.seed_generator:SeedGenerator.next": frozenset({"3e0c1fccf4a9d816"}),
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._make_function": frozenset({"1099094332b1eb32"}),
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.make_predict_function": frozenset({"c886e6ea148f89e9"}),

@@ -1,8 +1,8 @@
 """The only module that touches Keras's internals.
 
 Keras 3 trains unmodified under a lockstep strategy but for the places below, where its TensorFlow code assumes equal
-slices or meets other replicas inside a branch. Each *seam* replaces one function by a wrapper that acts only while a lockstep strategy is
-running, says why, and is guarded: if Keras's source at that place is not one we know, `install` raises
+slices or meets other replicas inside a branch. Each *seam* replaces one function by a wrapper that acts only while a
+lockstep strategy is running, says why, and is guarded: if Keras's source at that place is not one we know, `install` raises
 UnsupportedVersionError instead of training wrongly.
 """
 
@@ -129,7 +129,8 @@ def _reduce_values(original: Callable) -> Callable:
         if not by_weight or replica is None or replica.replicas == 1:
             return loss
         # The divisor is the sum of all slices' weights: from sum/here*fraction to sum/all.
-        here = tf.reduce_sum(tf.cast(sample_weight, loss.dtype))
+        weights: Any = sample_weight
+        here = tf.reduce_sum(tf.cast(weights, loss.dtype))
         (everywhere,) = _sum_over_replicas([here])
         return loss * tf.math.divide_no_nan(here, everywhere * tf.cast(replica.fraction, loss.dtype))
 
@@ -149,15 +150,16 @@ def _apply(original: Callable) -> Callable:
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
         strategy = tf.distribute.get_strategy()
-        if strategy.extended.check_finite:
-            keras_steps.check_finite(self, replica, grads)
+        if replica.replicas > 1:
+            _check_mirrored(trainable_variables or self._trainable_variables, strategy)
+        checked = keras_steps.check_finite(self, replica, grads) if strategy.extended.check_finite else []
         if replica.replicas == 1:
-            return original(self, grads, trainable_variables)
-        _check_mirrored(trainable_variables or self._trainable_variables, strategy)
+            with tf.control_dependencies(checked):
+                return original(self, grads, trainable_variables)
         present = [i for i, g in enumerate(grads) if g is not None]
         for i, total in zip(present, _sum_over_replicas([grads[i] for i in present]), strict=True):
             grads[i] = total
-        with replica.equal_writes():
+        with replica.equal_writes(), tf.control_dependencies(checked):
             return original(self, grads, trainable_variables)
 
     return apply
@@ -169,7 +171,8 @@ def _check_mirrored(variables: list[Any], strategy: Any) -> None:
         if not isinstance(value, DistributedVariable):
             name = getattr(variable, "path", variable.name)
             raise StrategyMismatchError(
-                f"A model must be built in the scope of the strategy that trains it. Received: variable {name!r}, which was created "
+                f"A model must be built in the scope of the strategy that trains it. Received: variable {name!r}, "
+                "which was created "
                 f"outside of any scope and has one copy, but would be updated by {strategy.num_replicas_in_sync} replicas. "
                 "Create the model (and load its weights) inside `with strategy.scope():`."
             )
@@ -210,7 +213,9 @@ SEAMS = (
     Seam("keras.src.losses.loss", "apply_mask", _apply_mask, "a masked mean divides by the valid steps of all slices"),
     Seam("keras.src.losses.loss", "reduce_values", _reduce_values, "a weighted mean divides by the weights of all slices"),
     Seam("keras.src.optimizers.base_optimizer", "BaseOptimizer.apply", _apply, "clip and accumulate the summed gradient"),
-    Seam("keras.src.optimizers.loss_scale_optimizer", "LossScaleOptimizer.apply", _apply, "an overflow anywhere skips everywhere"),
+    Seam(
+        "keras.src.optimizers.loss_scale_optimizer", "LossScaleOptimizer.apply", _apply, "an overflow anywhere skips everywhere"
+    ),
     Seam(
         "keras.src.backend.tensorflow.optimizer",
         "TFOptimizer._all_reduce_sum_gradients",
@@ -219,8 +224,15 @@ SEAMS = (
     ),
     Seam("keras.src.random.seed_generator", "SeedGenerator.next", _next_seed, "dropout masks must differ between replicas"),
     Seam(_TRAINER, "TensorFlowTrainer._make_function", keras_steps.make_function, "this step takes a batch; exact logs; XLA"),
-    Seam(_TRAINER, "TensorFlowTrainer.make_predict_function", keras_steps.make_predict_function, "likewise; drop borrowed rows"),
-    Seam(_TRAINER, "TensorFlowTrainer._maybe_symbolic_build", keras_steps.symbolic_build, "build from a slice, not a mean of slices"),
+    Seam(
+        _TRAINER, "TensorFlowTrainer.make_predict_function", keras_steps.make_predict_function, "likewise; drop borrowed rows"
+    ),
+    Seam(
+        _TRAINER,
+        "TensorFlowTrainer._maybe_symbolic_build",
+        keras_steps.symbolic_build,
+        "build from a slice, not a mean of slices",
+    ),
 )
 
 
@@ -239,7 +251,8 @@ def install() -> None:
     unknown = [seam.key for seam in SEAMS if not _known(seam)]
     if unknown:
         raise UnsupportedVersionError(
-            f"lockstep does not know this version of Keras. Received: keras {keras.__version__}, which differs at {', '.join(unknown)}. "
+            f"lockstep does not know this version of Keras. Received: keras {keras.__version__}, which differs at "
+            f"{', '.join(unknown)}. "
             f"Supported: {SUPPORTED}. Install one of them: pip install '{SUPPORTED}'."
         )
     for seam in SEAMS:

@@ -9,11 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engine.context import Replica, TracedContext, current
-from lockstep.engine.emit import not_finite_text
+from lockstep.engine.emit import assert_finite
 from lockstep.engine.extended import Extended
 from lockstep.engine.replicas import StepFunction
 from lockstep.engine.tf_private import DistributedValues, nest
-from lockstep.errors import BatchError
+from lockstep.errors import BatchError, StrategyMismatchError
 
 
 def _is_lockstep(strategy: Any) -> bool:
@@ -25,7 +25,9 @@ def make_function(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _make_function(self: Any, step_function: Callable) -> Callable:
-        if not _is_lockstep(self._distribute_strategy) or self._distribute_strategy.num_replicas_in_sync == 1:
+        _check_built_in_scope(self)
+        strategy: Any = self._distribute_strategy
+        if not _is_lockstep(strategy) or strategy.num_replicas_in_sync == 1:
             return original(self, step_function)
         step = StepFunction(step_function, xla=bool(self.jit_compile), after=lambda logs: global_logs(self, logs))
         return _without_outer_xla(self, lambda: original(self, step))
@@ -33,12 +35,26 @@ def make_function(original: Callable) -> Callable:
     return _make_function
 
 
+def _check_built_in_scope(model: Any) -> None:
+    """Raises StrategyMismatchError where a model made outside of the scope would be trained, or compiled, inside of it."""
+    compiled = getattr(getattr(model, "optimizer", None), "_distribution_strategy", None)
+    candidates: list[tuple[Any, str]] = [(tf.distribute.get_strategy(), "trained"), (compiled, "compiled")]
+    for strategy, where in candidates:
+        if _is_lockstep(strategy) and strategy is not model._distribute_strategy and strategy.num_replicas_in_sync > 1:
+            raise StrategyMismatchError(
+                f"A model must be built in the scope of the strategy that trains it. Received: model {model.name!r}, built "
+                f"outside of the scope and {where} inside of it: its variables have one copy, not "
+                f"{strategy.num_replicas_in_sync}. "
+                "Create the model (and load its weights) inside `with strategy.scope():`, together with compile()."
+            )
+
+
 def make_predict_function(original: Callable) -> Callable:
     """Wraps Trainer.make_predict_function: the predict step takes a batch, and drops rows that were only borrowed."""
 
     @functools.wraps(original)
     def make_predict_function(self: Any, force: bool = False) -> Any:
-        strategy = self._distribute_strategy
+        strategy: Any = self._distribute_strategy
         if not _is_lockstep(strategy) or strategy.num_replicas_in_sync == 1:
             return original(self, force)
         if self.predict_function is not None and not force:
@@ -76,9 +92,11 @@ def symbolic_build(original: Callable) -> Callable:
 
 
 def _first_batch(iterator: Any) -> Any:
+    # One turn only: where the length is unknown, Keras's iterator goes on for ever over a dataset without batches.
     for _, _, steps in iterator:
         for batch in steps:
             return batch
+        break
     raise BatchError(
         "There is nothing to train on. Received: a dataset that ended before its first batch. "
         "Check the filter, the generator and steps_per_epoch."
@@ -113,10 +131,13 @@ def _own_rows(outputs: Any) -> Any:
     return nest.map_structure(lambda t: t[: tf.where(active, tf.shape(t)[0], 0)], outputs)
 
 
-def check_finite(optimizer: Any, replica: Replica, grads: list[Any]) -> None:
+def check_finite(optimizer: Any, replica: Replica, grads: list[Any]) -> list[Any]:
     """Stops before the update unless this and every other replica's loss and gradients are finite.
 
     With a LossScaleOptimizer only the loss is checked: an overflowing gradient is what it expects and handles.
+
+    Returns:
+      What the update must wait for.
     """
     scales = hasattr(optimizer, "inner_optimizer")
     tensors = [] if scales else [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
@@ -127,13 +148,11 @@ def check_finite(optimizer: Any, replica: Replica, grads: list[Any]) -> None:
     step = tf.cast(optimizer.iterations, tf.int64)
     context = tf.distribute.get_replica_context()
     if isinstance(context, TracedContext):
-        context.check(finite, step)
-    else:
-        context.merge_call(_assert_finite, args=(finite, step))
+        return [context.check(finite, step)]
+    checked = context.merge_call(_assert_finite, args=(finite, step))
+    return [] if checked is None else [checked]
 
 
-def _assert_finite(strategy: Any, finite: Any, step: Any) -> None:
-    flags = tf.stack([tf.convert_to_tensor(f) for f in strategy.experimental_local_results(finite)])
-    replica = tf.argmin(tf.cast(flags, tf.int32))
-    step = strategy.experimental_local_results(step)[0]
-    tf.debugging.Assert(tf.reduce_all(flags), [not_finite_text(), "replica", replica, "step", step])
+def _assert_finite(strategy: Any, finite: Any, step: Any) -> Any:
+    flags = [tf.convert_to_tensor(f) for f in strategy.experimental_local_results(finite)]
+    return assert_finite(flags, strategy.experimental_local_results(step)[0])

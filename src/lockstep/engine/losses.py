@@ -1,7 +1,8 @@
 """``tf.nn.compute_average_loss`` without ``global_batch_size``: exact for uneven slices.
 
-TensorFlow takes the slice's size times N for the global batch, which is wrong as soon as slices differ. Under a lockstep strategy the
-slice's mean is weighed by its fraction of the global batch instead. Elsewhere the function is TensorFlow's.
+TensorFlow takes the slice's size times N for the global batch, which is wrong as soon as slices differ. Under a
+lockstep strategy the slice's mean is weighed by its fraction of the global batch instead. Elsewhere the function is
+TensorFlow's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def install() -> None:
         replica = current()
         if global_batch_size is not None or replica is None or replica.active is None:
             return original(per_example_loss, sample_weight, global_batch_size)
-        size = tf.shape(per_example_loss)[0]
+        size: Any = tf.shape(per_example_loss)[0]
         mean = original(per_example_loss, sample_weight, global_batch_size=size)
         return mean * tf.cast(replica.fraction, mean.dtype)
 

@@ -1,8 +1,8 @@
 """Optimizes a stage's graph once, instead of once per replica while the first step waits.
 
 TensorFlow runs its graph optimizer each time a function is instantiated on a device: N times the same work. On CPU
-devices we run it here and tell the calls not to. On GPUs the runtime's own pass is kept: it knows the device, and it runs for all
-replicas in parallel.
+devices we run it here and tell the calls not to. On GPUs the runtime's own pass is kept: it knows the device, and it
+runs for all replicas in parallel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def worthwhile(devices: tuple[str, ...]) -> bool:
     return len(devices) > 1 and all(":CPU:" in d for d in devices)
 
 
-def call_config(devices: tuple[str, ...], xla: bool) -> str:
+def call_config(devices: tuple[str, ...], xla: bool) -> bytes:
     """The serialised ConfigProto for calls of a stage: no second pass over what is optimized already."""
     config = ConfigProto()
     if worthwhile(devices) and not xla:

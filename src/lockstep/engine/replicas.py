@@ -1,8 +1,9 @@
 """Runs one function on every replica: traced once, placed N times.
 
-`run` picks the way. Inside a ``tf.function`` with N > 1 a step is: slice the batch (done by the dataset) -> N calls of stage 0, each on its
-device with its own variables' handles -> exchange -> N calls of stage 1 -> ... One replica takes the plain path. What
-cannot be traced once (a ``merge_call``), and eager calls, run once per replica in threads, with the same results.
+`run` picks the way. Inside a ``tf.function`` with N > 1 a step is: slice the batch (done by the dataset) -> N calls of
+stage 0, each on its device with its own variables' handles -> exchange -> N calls of stage 1 -> ... One replica takes
+the plain path. What cannot be traced once (a ``merge_call``), and eager calls, run once per replica in threads, with
+the same results.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine import variables
+from lockstep.engine import captures, variables
 from lockstep.engine.context import FallBack, SoleContext
 from lockstep.engine.emit import emit
 from lockstep.engine.tf_private import (
@@ -72,11 +73,13 @@ def run(extended: Any, fn: Callable, args: Any, kwargs: Any, borrow: bool = Fals
     if tf.executing_eagerly() or may_record_gradients():
         return _run_threads(extended, fn, args, kwargs, weights)
     try:
-        trace = trace_replica(
-            strategy, fn, args, kwargs, replicas, weights is not None, finish=variables.make_equal_in_trace
-        )
+        with captures.mismatch_explained(strategy):
+            trace = trace_replica(
+                strategy, fn, args, kwargs, replicas, weights is not None, finish=variables.make_equal_in_trace
+            )
     except FallBack:
         return _run_threads(extended, converted(fn), args, kwargs, weights)
+    captures.check(trace, strategy)
     return regroup(emit(extended, trace, (args, kwargs), weights, xla))
 
 
@@ -85,9 +88,7 @@ def _inside_function(extended: Any, fn: Any) -> Callable:
     clones = _clones.setdefault(extended, weakref.WeakKeyDictionary())
     if fn not in clones:
         python_function = fn.python_function
-        clones[fn] = clone_function(
-            fn, lambda *args, **kwargs: extended.call_for_each_replica(python_function, args, kwargs)
-        )
+        clones[fn] = clone_function(fn, lambda *args, **kwargs: extended.call_for_each_replica(python_function, args, kwargs))
     return clones[fn]
 
 
@@ -99,7 +100,7 @@ def _run_alone(strategy: Any, fn: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def _run_threads(extended: Any, fn: Callable, args: Any, kwargs: Any, weights: Weights | None) -> Any:
-    with extended.thread_run(weights) as written:
+    with captures.mismatch_explained(extended.container), extended.thread_run(weights) as written:
         result = run_in_threads(extended.container, fn, args, kwargs)
         variables.make_equal(extended, written.values(), weights)
     return result

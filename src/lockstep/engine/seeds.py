@@ -1,8 +1,9 @@
 """Gives each replica its own numbers from seeded random ops.
 
-After ``tf.random.set_seed``, ``tf.random.normal(...)`` carries fixed seeds in its op. Replicas that share one graph function would then draw
-the same numbers; TensorFlow's own strategies, which trace once per replica, draw different ones. So where a stage holds
-such ops, replica r gets a copy whose ``seed2`` attributes are shifted. (Keras layers draw from seed variables instead.)
+After ``tf.random.set_seed``, ``tf.random.normal(...)`` carries fixed seeds in its op. Replicas that share one graph
+function would then draw the same numbers; TensorFlow's own strategies, which trace once per replica, draw different
+ones. So where a stage holds such ops, replica r gets a copy whose ``seed2`` attributes are shifted. (Keras layers draw
+from seed variables instead.)
 """
 
 from __future__ import annotations

@@ -63,10 +63,12 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import (  # noqa: E402
     WhileCondFuncGraph,
 )
 from tensorflow.python.types import distribute as distribute_types  # noqa: E402
-from tensorflow.python.util import nest  # noqa: E402
+from tensorflow.python.util import nest as _nest  # noqa: E402
+
+nest: Any = _nest  # its own annotations say less than that it takes and gives structures
 
 # The extension seam itself: what tf.distribute.Strategy calls. V1 is the class that TensorFlow's own strategies extend.
-StrategyExtended = distribute_lib.StrategyExtendedV1
+StrategyExtended: Any = distribute_lib.StrategyExtendedV1
 ReplicaContext = distribute_lib.ReplicaContext
 ReduceOp = reduce_util.ReduceOp
 Function = polymorphic_function.Function
@@ -79,7 +81,7 @@ DistributedValues, DistributedVariable = values.DistributedValues, values.Distri
 OnReadPolicy, OnWritePolicy = values.OnReadPolicy, values.OnWritePolicy
 CompositeTensor = composite_tensor.CompositeTensor
 # Datasets of per-replica batches: native tf.data objects that also are tf.distribute's public types.
-DatasetWrapper = dataset_ops.UnaryUnchangedStructureDataset
+DatasetWrapper: Any = dataset_ops.UnaryUnchangedStructureDataset
 OwnedIterator = iterator_ops.OwnedIterator
 DistributedDatasetInterface = distribute_types.DistributedDatasetInterface
 DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
@@ -109,7 +111,8 @@ def canonical_device(device: str) -> str:
 
 def started() -> bool:
     """Whether TensorFlow's runtime has been initialised, after which devices and threads are fixed."""
-    return context.context()._context_handle is not None
+    runtime: Any = context.context()
+    return runtime._context_handle is not None
 
 
 def converted(fn: Callable) -> Callable:

@@ -1,8 +1,9 @@
 """Traces a replica function once, for all replicas.
 
 The trace is a graph in which whatever differs between replicas is an input: the arguments, the replica id, the slice's
-weight, and (by way of captures) the handles of the replica's own variables. Where replicas exchange values the graph holds a *mark*: an
-input side that a replica hands in and an output side that it gets back. `stages` cuts the graph at the marks.
+weight, and (by way of captures) the handles of the replica's own variables. Where replicas exchange values the graph
+holds a *mark*: an input side that a replica hands in and an output side that it gets back. `stages` cuts the graph at
+the marks.
 """
 
 from __future__ import annotations
@@ -97,9 +98,14 @@ class Trace:
         self.marks.append(Mark("gather", (x,), (out,), axis=axis))
         return out
 
-    def mark_check(self, finite: tf.Tensor, step: tf.Tensor) -> None:
-        """Stops the whole step with an error unless ``finite`` holds on every replica."""
-        self.marks.append(Mark("check", (finite, tf.cast(step, tf.int64)), ()))
+    def mark_check(self, finite: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """Stops the step unless ``finite`` holds on every replica; what waits for the result runs after that."""
+        if default_graph() is not self.graph:
+            raise FallBack if self.inline else NeedsInlining
+        with _free():
+            passed = tf.identity(finite, name="checked")
+        self.marks.append(Mark("check", (finite, tf.cast(step, tf.int64)), (passed,)))
+        return passed
 
     def _mark(self, kind: str, x: tf.Tensor) -> tf.Tensor:
         if default_graph() is not self.graph:
@@ -174,9 +180,7 @@ class _Tracer:
             with TracedContext(self._strategy, trace), _inlined(trace):
                 trace.outputs = fn(*args, **kwargs)
                 self._finish(trace)
-            trace.flat_outputs = [
-                self._output(o, control) for o in nest.flatten(trace.outputs, expand_composites=True)
-            ]
+            trace.flat_outputs = [self._output(o, control) for o in nest.flatten(trace.outputs, expand_composites=True)]
         trace.must_run = list(control.ops_which_must_run)
         if trace.graph.deferred_external_captures:
             raise FallBack

@@ -53,12 +53,14 @@ def sum_or_mean(extended: Any, op: ReduceOp, values: list[Any], device: str) -> 
     """The sum or mean of one value per replica, computed on ``device``; IndexedSlices stay sparse."""
     mean = op == ReduceOp.MEAN
     if isinstance(values[0], tf.IndexedSlices):
-        joined = extended.exchange.join_rows([(v.values, v.indices) for v in values], mean, 0)
-        return tf.IndexedSlices(*joined, values[0].dense_shape)
+        rows, indices = extended.exchange.join_rows([(v.values, v.indices) for v in values], mean, 0)
+        return tf.IndexedSlices(rows, indices, values[0].dense_shape)
     tensors = [tf.convert_to_tensor(v) for v in values]
     with tf.device(device):
         if tensors[0].dtype == tf.bool:
-            raise ValueError(f"Boolean values cannot be summed. Received: dtype bool. Cast them first: tf.cast(x, tf.int32). {tensors[0]}")
+            raise ValueError(
+                f"Boolean values cannot be summed. Received: dtype bool. Cast them first: tf.cast(x, tf.int32). {tensors[0]}"
+            )
         total = tf.add_n(tensors) if len(tensors) > 1 else tf.identity(tensors[0])
         return total / tf.cast(len(tensors), total.dtype) if mean else total
 

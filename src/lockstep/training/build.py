@@ -63,9 +63,7 @@ def build_model(file: RecipeFile, strategy: MirroredStrategy) -> keras.Model:
         if not isinstance(model, keras.Model):
             received = f"{recipe.model.function} returned {type(model).__name__}"
             allowed = "a function that returns a keras.Model"
-            raise file.error(
-                Problem(("model", "function"), "The model function returned something else", received, allowed)
-            )
+            raise file.error(Problem(("model", "function"), "The model function returned something else", received, allowed))
         check_names(file)
         model.compile(optimizer=build_optimizer(file), loss=recipe.train.loss, metrics=list(recipe.train.metrics))
     return model

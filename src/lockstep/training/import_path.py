@@ -62,9 +62,7 @@ def check_arguments(
         if name not in named and not takes_any:
             what = f"{called} takes no argument {name!r}"
             allowed = ", ".join(named) or "no arguments"
-            raise file.error(
-                Problem((*path, name), what, f"{name} = {toml_text(value)}", allowed, nearest(name, named))
-            )
+            raise file.error(Problem((*path, name), what, f"{name} = {toml_text(value)}", allowed, nearest(name, named)))
     for name in named:
         if parameters[name].default is inspect.Parameter.empty and name not in arguments:
             what = f"{called} needs the argument {name!r}"

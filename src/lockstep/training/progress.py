@@ -81,9 +81,7 @@ class ProgressReport(keras.callbacks.Callback):
         self._bar.stop()
 
     def _show(self, logs: dict[str, Any]) -> None:
-        self._bar.update(
-            self._task, completed=self.throughput.step, description=self._epoch(), status=self._status(logs)
-        )
+        self._bar.update(self._task, completed=self.throughput.step, description=self._epoch(), status=self._status(logs))
 
     def _epoch(self) -> str:
         return f"epoch {self.throughput.epoch:>{len(str(self.epochs))}}/{self.epochs}"

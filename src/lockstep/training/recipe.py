@@ -57,9 +57,7 @@ class Data(Section):
     """``[data]``: what it is trained on. Exactly one of ``source`` and ``function``."""
 
     source: Literal["digits"] | None = key('"digits"', "A data set that lockstep knows by name.", default=None)
-    function: ImportPath | None = key(
-        _IMPORT_PATH, "Any function that returns a lockstep.training.data.Splits.", default=None
-    )
+    function: ImportPath | None = key(_IMPORT_PATH, "Any function that returns a lockstep.training.data.Splits.", default=None)
     arguments: dict[str, Any] = key(_ARGUMENTS, "Passed to the source or function.", default_factory=dict)
 
     @model_validator(mode="after")
@@ -70,9 +68,7 @@ class Data(Section):
 class Strategy(Section):
     """``[strategy]``: which devices train. Without either key: every visible GPU, or one CPU."""
 
-    replicas: int | None = key(
-        "a whole number, 1 or more", "How many devices to use, one replica each.", default=None, ge=1
-    )
+    replicas: int | None = key("a whole number, 1 or more", "How many devices to use, one replica each.", default=None, ge=1)
     devices: list[NonEmpty] | None = key(
         'a list of device names such as ["GPU:0", "GPU:1"]',
         "The devices to use, one replica each.",
@@ -93,9 +89,7 @@ class Batch(Section):
     global_: int | None = key(
         "a whole number, 1 or more", "Examples of one step over all replicas.", default=None, ge=1, alias="global"
     )
-    per_replica: int | None = key(
-        "a whole number, 1 or more", "Examples of one step on each replica.", default=None, ge=1
-    )
+    per_replica: int | None = key("a whole number, 1 or more", "Examples of one step on each replica.", default=None, ge=1)
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Batch:
@@ -113,9 +107,7 @@ class Optimizer(Section):
     """``[optimizer]``: a Keras optimizer."""
 
     name: OptimizerName = key("one of the names of Keras optimizers", "Which optimizer.", default="adam")
-    learning_rate: float = key(
-        "a number above 0", "The learning rate of every step.", default=0.001, gt=0, allow_inf_nan=False
-    )
+    learning_rate: float = key("a number above 0", "The learning rate of every step.", default=0.001, gt=0, allow_inf_nan=False)
     arguments: dict[str, Any] = key(
         "a table of the Keras optimizer's keyword arguments", "Passed to the optimizer.", default_factory=dict
     )
@@ -132,9 +124,7 @@ class Train(Section):
         ge=0,
         lt=2**32,
     )
-    loss: NonEmpty = key(
-        "the name of a Keras loss", "What training makes smaller.", default="sparse_categorical_crossentropy"
-    )
+    loss: NonEmpty = key("the name of a Keras loss", "What training makes smaller.", default="sparse_categorical_crossentropy")
     metrics: list[NonEmpty] = key(
         "a list of names of Keras metrics", "Reported besides the loss.", default_factory=lambda: ["accuracy"]
     )

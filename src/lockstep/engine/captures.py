@@ -1,0 +1,64 @@
+"""Checks the variables that a traced replica function uses: they must belong to the strategy, or at least not be written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from lockstep.engine.trace import Trace
+from lockstep.engine.variables import variable_of
+from lockstep.errors import StrategyMismatchError
+
+_WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
+
+
+def check(trace: Trace, strategy: tf.distribute.Strategy) -> None:
+    """Raises StrategyMismatchError if the trace uses a variable of another strategy, or writes one that has no copies.
+
+    A variable made outside of any scope has one copy. Read, it is a constant to all replicas; written, it would be updated
+    N times a step, in any order.
+    """
+    plain: dict[str, tf.Tensor] = {}
+    for outer, inner in trace.graph.captures:
+        if inner.dtype != tf.resource:
+            continue
+        variable = variable_of(outer)
+        if variable is None:
+            plain[inner.op.name] = inner
+        elif variable.distribute_strategy is not strategy:
+            raise StrategyMismatchError(
+                f"A replica function can only use variables of its own strategy. Received: {variable.name!r}, made "
+                "in the scope of "
+                f"{variable.distribute_strategy!r}, in a run of {strategy!r}. Make the model in the scope of the "
+                "strategy that trains it."
+            )
+    for op in trace.graph.get_operations():
+        if op.type.startswith(_WRITES) and op.inputs and op.inputs[0].op.name in plain:
+            raise StrategyMismatchError(_written(op, strategy.num_replicas_in_sync))
+
+
+@contextlib.contextmanager
+def mismatch_explained(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Turns TensorFlow's "Mixing different tf.distribute.Strategy objects" into an error that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Mixing different tf.distribute.Strategy" not in str(error) or isinstance(error, StrategyMismatchError):
+            raise
+        raise StrategyMismatchError(
+            f"A replica function can only use variables of its own strategy. Received: in a run of {strategy!r}, "
+            f"{str(error).strip()}. "
+            "Make the model, optimizer and metrics in the scope of the strategy that trains them."
+        ) from error
+
+
+def _written(op: tf.Operation, replicas: int) -> str:
+    shape = op.inputs[1].shape if len(op.inputs) > 1 else "unknown"
+    return (
+        f"A variable that replicas write must be created in the strategy's scope. Received: {op.type} ({op.name!r}) "
+        "of a value of "
+        f"shape {shape} to a variable with one copy, which {replicas} replicas would each write. "
+        "Create the model, optimizer, metric or tf.Variable inside `with strategy.scope():`."
+    )
