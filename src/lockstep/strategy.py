@@ -66,6 +66,11 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         self._warned_undistributed = False
         self._inside_library = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MirroredStrategy:
+        """Devices are not copied: a copied strategy is the same strategy."""
+        del memo
+        return self
+
     def scope(self) -> Any:
         """The context in which variables become mirrored.
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from lockstep.engine import collectives
 from lockstep.engine.tf_private import ControlFlowGraph, ReduceOp, ReplicaContext, default_graph, may_record_gradients, nest
+from lockstep.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lockstep.engine.trace import Trace
@@ -157,7 +157,11 @@ class TracedContext(ReplicaContext):
             return [self._trace.mark_reduce(op, x) for x in xs]
         if not self._trace.inside_control_flow(graph):
             raise NeedsInlining
-        return [collectives.all_reduce_in_branch(op, x, self.lockstep.replicas, graph) for x in xs]
+        raise UnsupportedError(
+            "An all-reduce inside a tf.cond or tf.while_loop of a replica function is not possible yet: replicas could take "
+            f"different branches. Received: all_reduce of {len(xs)} tensor(s), the first of shape {xs[0].shape}. "
+            "Allowed: outside of branches and loops. Reduce before the branch, or put the loop around strategy.run."
+        )
 
 
 class TracedReplica(Replica):

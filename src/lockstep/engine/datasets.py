@@ -113,7 +113,10 @@ def _grouped(batches: tf.data.Dataset, spec: Any, replicas: int) -> Any:
 def _mapped(dataset: tf.data.Dataset, split: Callable[[Any], Any]) -> tf.data.Dataset:
     """``split`` over every element, ahead of time and in order."""
 
+    spec: Any = dataset.element_spec
+
     def one(*element: Any) -> Any:
-        return split(element[0] if len(element) == 1 and not isinstance(dataset.element_spec, tuple) else element)
+        # tf.data passes the parts of a plain tuple one by one, and everything else (named tuples too) whole.
+        return split(element if isinstance(spec, tuple) and not hasattr(spec, "_make") else element[0])
 
     return dataset.map(one, num_parallel_calls=1, deterministic=True).prefetch(2)

@@ -84,9 +84,7 @@ def _canonical(device: str) -> str:
             f"Not a device name. Received: {device!r}. Allowed: 'GPU:0', '/gpu:0', '/device:CPU:1', "
             "'/job:localhost/replica:0/task:0/device:GPU:0'."
         )
-    kind, index = device.rsplit(":", 2)[-2:]
-    kind = kind.rsplit("/", 1)[-1].upper()
-    return canonical_device(f"/device:{kind}:{index}")
+    return canonical_device(device)
 
 
 def _first_gpus(replicas: int | None) -> tuple[str, ...]:

@@ -116,6 +116,10 @@ class Extended(StrategyExtended):
         del options
         return datasets.distribute(dataset, self.replicas)
 
+    def _experimental_make_numpy_dataset(self, numpy_input: Any, session: Any) -> tf.data.Dataset:
+        del session
+        return tf.data.Dataset.from_tensor_slices(numpy_input)
+
     def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
         del options
         return datasets.from_function(dataset_fn, self.replicas)

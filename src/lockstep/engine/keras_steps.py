@@ -11,9 +11,10 @@ import tensorflow as tf
 from lockstep.engine.context import Replica, TracedContext, current
 from lockstep.engine.emit import assert_finite
 from lockstep.engine.extended import Extended
+from lockstep.engine.feed import SlicesSpec
 from lockstep.engine.replicas import StepFunction
 from lockstep.engine.tf_private import DistributedValues, nest
-from lockstep.errors import BatchError, StrategyMismatchError
+from lockstep.errors import StrategyMismatchError
 
 
 def _is_lockstep(strategy: Any) -> bool:
@@ -76,14 +77,14 @@ def make_predict_function(original: Callable) -> Callable:
 
 
 def symbolic_build(original: Callable) -> Callable:
-    """Wraps Trainer._maybe_symbolic_build: the model is built from replica 0's slice of the first batch."""
+    """Wraps Trainer._maybe_symbolic_build: the model is built from the type of replica 0's slices."""
 
     @functools.wraps(original)
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         if not _is_lockstep(self._distribute_strategy):
             return original(self, iterator=iterator, data_batch=data_batch)
         if iterator is not None:
-            data_batch = _first_batch(iterator)
+            data_batch = _replica_types(iterator._distributed_dataset.element_spec)
         data_batch = nest.map_structure(lambda v: v.values[0] if isinstance(v, DistributedValues) else v, data_batch)
         with self._distribute_strategy.scope():
             self._symbolic_build(data_batch=data_batch)
@@ -91,16 +92,16 @@ def symbolic_build(original: Callable) -> Callable:
     return _maybe_symbolic_build
 
 
-def _first_batch(iterator: Any) -> Any:
-    # One turn only: where the length is unknown, Keras's iterator goes on for ever over a dataset without batches.
-    for _, _, steps in iterator:
-        for batch in steps:
-            return batch
-        break
-    raise BatchError(
-        "There is nothing to train on. Received: a dataset that ended before its first batch. "
-        "Check the filter, the generator and steps_per_epoch."
-    )
+def _replica_types(element_spec: Any) -> Any:
+    """The types of replica 0's slice of a batch. Enough to build from, and unlike a batch it is not missed afterwards:
+    a Python generator cannot give one back."""
+
+    def one(spec: Any) -> Any:
+        if isinstance(spec, tf.OptionalSpec):
+            return None
+        return spec._component_specs[0] if isinstance(spec, SlicesSpec) else spec
+
+    return nest.map_structure(one, element_spec)
 
 
 def _without_outer_xla(model: Any, make: Callable[[], Any]) -> Any:

@@ -189,7 +189,7 @@ class _Cutter:
 
     def _graph(self, graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[str], must_run: list[str]) -> Any:
         """A FuncGraph of ``graph_def`` with ``needed`` as its inputs and ``outputs`` as its outputs."""
-        if not self._xla and optimize.worthwhile(self._devices):
+        if not self._xla and optimize.worthwhile(self._devices) and (outputs or must_run):
             graph_def = optimize.optimized(graph_def, needed, outputs, must_run, self._devices[0])
         graph = FuncGraph("lockstep_stage")
         with graph.as_default():

@@ -38,7 +38,6 @@ from tensorflow.python.autograph.core import config as autograph_config  # noqa:
 from tensorflow.python.autograph.impl import api as autograph  # noqa: E402
 from tensorflow.python.data.ops import dataset_ops, iterator_ops  # noqa: E402
 from tensorflow.python.distribute import (  # noqa: E402
-    device_util,
     distribute_lib,
     distribute_utils,
     mirrored_run,
@@ -106,7 +105,9 @@ autograph_config.CONVERSION_RULES = (
 
 def canonical_device(device: str) -> str:
     """The full name of a device: ``"GPU:1"`` -> ``"/job:localhost/replica:0/task:0/device:GPU:1"``."""
-    return device_util.canonicalize(device, default="/job:localhost/replica:0/task:0")
+    # Not device_util.canonicalize, which starts the runtime: after that no logical device can be added.
+    kind, index = device.rsplit(":", 2)[-2:]
+    return f"/job:localhost/replica:0/task:0/device:{kind.rsplit('/', 1)[-1].upper()}:{index}"
 
 
 def started() -> bool:

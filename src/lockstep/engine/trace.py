@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from lockstep.engine.context import FallBack, NeedsInlining, TracedContext, is_control_flow
 from lockstep.engine.tf_private import (
+    CompositeTensor,
     ControlDependencies,
     DistributedVariable,
     FuncGraph,
@@ -87,8 +88,14 @@ class Trace:
             return self._mark_rows(x, mean=op == ReduceOp.MEAN)
         return self._mark("mean" if op == ReduceOp.MEAN else "sum", tf.convert_to_tensor(x))
 
-    def mark_first(self, x: Any) -> tf.Tensor:
-        return self._mark("first", tf.convert_to_tensor(x))
+    def mark_first(self, x: Any) -> Any:
+        if not isinstance(x, tf.IndexedSlices):
+            return self._mark("first", tf.convert_to_tensor(x))
+        if default_graph() is not self.graph:
+            raise FallBack if self.inline else NeedsInlining
+        values, indices = self._open_rows(x)
+        self.marks.append(Mark("first", (x.values, x.indices), (values, indices)))
+        return tf.IndexedSlices(values, indices, x.dense_shape)
 
     def mark_gather(self, x: tf.Tensor, axis: int) -> tf.Tensor:
         if default_graph() is not self.graph:
@@ -116,11 +123,14 @@ class Trace:
         return y
 
     def _mark_rows(self, x: tf.IndexedSlices, mean: bool) -> tf.IndexedSlices:
-        with _free():
-            values = _open(x.values, [None, *x.values.shape[1:].as_list()])
-            indices = _open(x.indices, [None])
+        values, indices = self._open_rows(x)
         self.marks.append(Mark("rows", (x.values, x.indices), (values, indices), mean=mean))
         return tf.IndexedSlices(values, indices, x.dense_shape)
+
+    def _open_rows(self, x: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
+        """What comes back for a replica's rows: as many as the exchange makes of them."""
+        with _free():
+            return _open(x.values, [None, *x.values.shape[1:].as_list()]), _open(x.indices, [None])
 
 
 @contextlib.contextmanager
@@ -199,6 +209,8 @@ class _Tracer:
                 raise FallBack  # Python values that differ between replicas need a trace each.
             return first
         shape = first.shape
+        if any(other.dtype != first.dtype for other in values[1:]):
+            raise FallBack
         for other in values[1:]:
             shape = shape.most_specific_compatible_shape(other.shape)
         placeholder = tf.raw_ops.Placeholder(dtype=first.dtype, shape=shape)
@@ -222,7 +234,20 @@ def _merged_leaves(args: Any, kwargs: Any, replicas: int) -> tuple[Any, list[lis
     except (ValueError, TypeError):
         raise FallBack from None
     flat = [nest.flatten(s, expand_composites=True) for s in selected]
-    return selected[0], [list(leaf) for leaf in zip(*flat, strict=True)]
+    structure = nest.map_structure(_common_type, *selected)
+    return structure, [list(leaf) for leaf in zip(*flat, strict=True)]
+
+
+def _common_type(*leaves: Any) -> Any:
+    """A composite leaf's type that fits all replicas (ragged and sparse parts differ in size); else the leaf."""
+    first = leaves[0]
+    if not isinstance(first, CompositeTensor) or isinstance(first, (tf.Variable, DistributedVariable)):
+        return first
+    specs = [tf.type_spec_from_value(leaf) for leaf in leaves]
+    common = specs[0].most_specific_common_supertype(specs[1:])
+    if common is None:
+        raise FallBack
+    return common
 
 
 def _same(a: Any, b: Any) -> bool:

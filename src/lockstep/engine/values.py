@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lockstep.engine.tf_private import DistributedValues, DistributedVariable, Mirrored, ReduceOp, is_mirrored, nest
+from lockstep.engine.tf_private import (
+    CompositeTensor,
+    DistributedValues,
+    DistributedVariable,
+    Mirrored,
+    ReduceOp,
+    is_mirrored,
+    nest,
+)
 
 
 def reduce_to(extended: Any, op: ReduceOp, value: Any, destinations: Any) -> Any:
@@ -95,7 +103,7 @@ def batch_reduce_to(extended: Any, op: ReduceOp, pairs: Any) -> list[Any]:
 
 def _same_everywhere(extended: Any, op: ReduceOp, value: Any) -> Any:
     """The all-reduce of a value that every replica holds alike (regrouping unwraps those)."""
-    return value * extended.replicas if op == ReduceOp.SUM and extended.replicas > 1 else value
+    return Mirrored([value * extended.replicas if op == ReduceOp.SUM else value] * extended.replicas)
 
 
 def gather(extended: Any, value: Any, destinations: Any, axis: int) -> Any:
@@ -103,6 +111,10 @@ def gather(extended: Any, value: Any, destinations: Any, axis: int) -> Any:
     if not isinstance(value, DistributedValues):
         return value
     with tf.device(device_of(extended, destinations)):
+        if isinstance(value.values[0], tf.SparseTensor):
+            return tf.sparse.concat(axis, list(value.values))
+        if isinstance(value.values[0], CompositeTensor):
+            return tf.concat(list(value.values), axis)
         return tf.concat([tf.convert_to_tensor(v) for v in value.values], axis)
 
 

@@ -59,7 +59,7 @@ def create(extended: Any, next_creator: Callable, **kwargs: Any) -> Any:
 
 def variable_of(handle: tf.Tensor) -> Any | None:
     """The mirrored variable that a component's handle belongs to, or None."""
-    reference = getattr(handle, "_lockstep_variable", None)
+    reference = getattr(handle, "_lockstep_variable", getattr(handle, "_distributed_container", None))
     return reference() if reference is not None else None
 
 
@@ -122,8 +122,6 @@ def _if_active(value: Any, otherwise: Callable[[], tf.Tensor], var: Any) -> Any:
 def _aggregated(context: TracedContext, replica: Replica, aggregation: Any, value: Any) -> Any:
     """``value`` as all replicas together write it."""
     if aggregation == _FIRST:
-        if isinstance(value, tf.IndexedSlices):
-            value = tf.convert_to_tensor(value)
         return context._trace.mark_first(value)
     if not isinstance(value, tf.IndexedSlices):
         value = tf.convert_to_tensor(value)
