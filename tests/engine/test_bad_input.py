@@ -1,0 +1,181 @@
+"""Wrong devices, strategies and models: each a clear error that says what was received and what to do."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from device_tools import devices
+from subprocess_tools import run_snippet
+
+import lockstep
+from lockstep.errors import DeviceError, StrategyMismatchError
+
+X, Y = np.linspace(0, 1, 33, dtype="float32").reshape(11, 3), np.ones((11, 1), "float32")
+
+
+def _model() -> keras.Model:
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"devices": ["GPU:0"]}, ["No such device", "GPU:0", "CPU:0"]),
+        ({"devices": ["CPU:0", "cpu:0"]}, ["more than once", "Name each device once"]),
+        ({"devices": ["CPU:0", "GPU:0"]}, ["same kind", "CPU and GPU"]),
+        ({"devices": ["processor"]}, ["Not a device name", "processor", "GPU:0"]),
+        ({"devices": []}, ["list of device names", "[]"]),
+        ({"devices": "CPU:0"}, ["list of device names", "'CPU:0'"]),
+        ({"devices": ["CPU:0"], "replicas": 1}, ["not both", "Leave out"]),
+        ({"replicas": 0}, ["positive integer", "replicas=0"]),
+        ({"replicas": True}, ["positive integer"]),
+    ],
+)
+def test_devices(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(DeviceError) as error:
+        lockstep.MirroredStrategy(**arguments)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_too_late_for_more_devices() -> None:
+    with pytest.raises(lockstep.errors.TooLateError, match="already started with 8 logical CPU"):
+        lockstep.MirroredStrategy(replicas=9)
+
+
+def test_named_cpu_devices_are_created_in_a_fresh_process() -> None:
+    result = run_snippet(
+        "import lockstep\n"
+        "print(lockstep.MirroredStrategy(['CPU:0', 'CPU:1']).num_replicas_in_sync)\n"
+        "import tensorflow as tf\n"
+        "print(len(tf.config.list_logical_devices('CPU')), tf.config.threading.get_inter_op_parallelism_threads())"
+    )
+    assert result.stdout.split() == ["2", "2", "2"], result.stderr
+
+
+def test_nested_scopes() -> None:
+    a, b = lockstep.MirroredStrategy(devices(2)), lockstep.MirroredStrategy(devices(2))
+    with a.scope(), pytest.raises(StrategyMismatchError, match="Leave the outer scope first"):
+        b.scope()
+
+
+def test_variable_of_another_strategy() -> None:
+    a, b = lockstep.MirroredStrategy(devices(2)), lockstep.MirroredStrategy(devices(2))
+    with a.scope():
+        variable = tf.Variable(1.0)
+    with pytest.raises(StrategyMismatchError, match="variables of its own strategy"):
+        tf.function(lambda: b.run(lambda: variable + 1.0))()
+
+
+def test_built_outside_and_compiled_inside() -> None:
+    model, strategy = _model(), lockstep.MirroredStrategy(devices(2))
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    with pytest.raises(StrategyMismatchError, match=r"compiled inside of it.*one copy, not 2"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_built_outside_and_updated_in_run() -> None:
+    model, optimizer, strategy = _model(), keras.optimizers.SGD(), lockstep.MirroredStrategy(devices(2))
+
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True))
+
+    with pytest.raises(StrategyMismatchError, match="would be updated by 2 replicas"):
+        tf.function(lambda: strategy.run(step, (strategy.split(X),)))()
+
+
+def test_metric_made_outside() -> None:
+    metric, strategy = keras.metrics.Mean(), lockstep.MirroredStrategy(devices(2))
+    with pytest.raises(StrategyMismatchError, match="created in the strategy's scope"):
+        tf.function(lambda: strategy.run(lambda x: metric.update_state(x), (strategy.split(X),)))()
+
+
+def test_built_in_the_scope_and_trained_outside_is_one_device() -> None:
+    strategy = lockstep.MirroredStrategy(devices(2))
+    with strategy.scope():
+        mirrored, optimizer = _model(), keras.optimizers.SGD(0.1)
+    plain = _model()
+    plain.set_weights(mirrored.get_weights())
+    for model, sgd in ((mirrored, optimizer), (plain, keras.optimizers.SGD(0.1))):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(X) - Y) ** 2)
+        sgd.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True))
+    np.testing.assert_allclose(mirrored.get_weights()[0], plain.get_weights()[0], rtol=1e-6)
+    for variable in mirrored.weights:
+        first, second = (v.numpy() for v in strategy.experimental_local_results(variable.value))
+        np.testing.assert_array_equal(first, second)
+
+
+def test_a_batch_that_nobody_split_is_reported_once() -> None:
+    strategy = lockstep.MirroredStrategy(devices(2))
+
+    def replica_step(x: tf.Tensor) -> tf.Tensor:
+        return x * 2
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            strategy.run(replica_step, (tf.constant(X),))
+    texts = [str(w.message) for w in caught if "not split" in str(w.message)]
+    assert len(texts) == 1
+    for word in ("replica_step", "(11, 3)", "2 times the work", "experimental_distribute_dataset(dataset)", "strategy.split"):
+        assert word in texts[0]
+
+
+def _fit_with_inf(strategy: lockstep.MirroredStrategy, eager: bool) -> keras.Model:
+    x = X.copy()
+    x[9] = np.inf  # the second batch of six, on replica 1
+    with strategy.scope():
+        model = _model()
+        model.compile("sgd", "mse", run_eagerly=eager)
+    model.fit(x, Y, batch_size=6, shuffle=False, verbose=0)
+    return model
+
+
+def test_non_finite_loss_is_what_one_device_would_have() -> None:
+    strategy = lockstep.MirroredStrategy(devices(2))
+    model = _fit_with_inf(strategy, eager=False)
+    for variable in model.weights:
+        assert all(np.isnan(v.numpy()).all() for v in strategy.experimental_local_results(variable.value))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_check_finite_stops_before_the_update(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = lockstep.MirroredStrategy(devices(2), check_finite=True)
+    models: list[keras.Model] = []
+    build = keras.Sequential.compile
+    monkeypatch.setattr(keras.Sequential, "compile", lambda self, *a, **k: (models.append(self), build(self, *a, **k))[1])
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        _fit_with_inf(strategy, eager)
+    text = str(error.value)
+    assert "not finite" in text and "replica" in text
+    (model,) = models
+    assert int(model.optimizer.iterations.numpy()) == 1
+    for variable in model.weights:
+        copies = [v.numpy() for v in strategy.experimental_local_results(variable.value)]
+        assert np.isfinite(copies[0]).all()
+        np.testing.assert_array_equal(copies[0], copies[1])
+
+
+def test_exchange_inside_a_branch() -> None:
+    strategy = lockstep.MirroredStrategy(devices(2))
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return tf.cond(tf.reduce_sum(x) > 0, lambda: context.all_reduce("SUM", x), lambda: x)
+
+    with pytest.raises(lockstep.errors.UnsupportedError, match="Reduce before the branch"):
+        tf.function(lambda: strategy.run(step, (strategy.split(X[:2]),)))()
+
+
+def test_unknown_exchange() -> None:
+    with pytest.raises(ValueError, match="Unknown exchange"):
+        lockstep.MirroredStrategy(devices(2), cross_device_ops=3)
