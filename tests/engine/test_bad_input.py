@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from device_tools import devices
-from subprocess_tools import run_snippet
 
 import lockstep
+from device_tools import devices
 from lockstep.errors import DeviceError, StrategyMismatchError
+from subprocess_tools import run_snippet
 
 X, Y = np.linspace(0, 1, 33, dtype="float32").reshape(11, 3), np.ones((11, 1), "float32")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from device_tools import devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lockstep
+from device_tools import devices
 from lockstep.engine import feed
 from lockstep.errors import BatchError
 

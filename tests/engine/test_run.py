@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from device_tools import devices
 
 import lockstep
+from device_tools import devices
 from lockstep.engine import keras_private, tf_private
 from lockstep.errors import UnsupportedError, UnsupportedVersionError
 
@@ -31,9 +31,7 @@ def strategy(request: pytest.FixtureRequest) -> lockstep.MirroredStrategy:
 
 
 def _ids(strategy: Any) -> Any:
-    return strategy.experimental_distribute_values_from_function(
-        lambda c: tf.constant([c.replica_id_in_sync_group + 1.0, 2.0])
-    )
+    return strategy.experimental_distribute_values_from_function(lambda c: tf.constant([c.replica_id_in_sync_group + 1.0, 2.0]))
 
 
 def test_a_step_is_traced_once_for_all_replicas_and_never_again(strategy: Any) -> None:
