@@ -36,6 +36,8 @@ class Replica:
         self.replicas = replicas
         # The losses that Keras has computed in this replica so far, for check_finite.
         self.losses: list[Any] = []
+        # The same as Keras hands them to its loss metrics.
+        self.unscaled_losses: list[Any] = []
         self._exact_depth = 0
 
     @property

@@ -5,6 +5,7 @@
 
 SUPPORTED = "keras>=3.12,<3.16"
 KNOWN: dict[str, frozenset[str]] = {
+    "keras.src.metrics.reduction_metrics:Mean.update_state": frozenset({"209682177983b7d6"}),
     "keras.src.losses.loss:scale_loss_for_distribution": frozenset({"fe7cf4a8687c8f8c"}),
     "keras.src.losses.loss:unscale_loss_for_distribution": frozenset({"967298cd5387c761"}),
     "keras.src.losses.loss:apply_mask": frozenset({"0781fb210642167a", "b6312c3c19633f43", "b7e5c242e30d4915"}),

@@ -95,9 +95,23 @@ def _unscale_loss(original: Callable) -> Callable:
             return original(value)
         if replica.replicas == 1:
             return value
-        return tf.math.divide_no_nan(value, tf.cast(replica.fraction, value.dtype))
+        loss = tf.math.divide_no_nan(value, tf.cast(replica.fraction, value.dtype))
+        replica.unscaled_losses.append(loss)
+        return loss
 
     return unscale_loss_for_distribution
+
+
+def _mean_update(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> None:
+        replica = current()
+        if sample_weight is None and replica is not None and any(values is loss for loss in replica.unscaled_losses):
+            # A loss counts once a batch on one device, so each slice's counts for its share.
+            sample_weight = replica.fraction
+        return original(self, values, sample_weight)
+
+    return update_state
 
 
 def _sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -210,6 +224,7 @@ _TRAINER = "keras.src.backend.tensorflow.trainer"
 SEAMS = (
     Seam("keras.src.losses.loss", "scale_loss_for_distribution", _scale_loss, "slices weigh b_r/b, not 1/N"),
     Seam("keras.src.losses.loss", "unscale_loss_for_distribution", _unscale_loss, "the inverse, for the loss metrics"),
+    Seam("keras.src.metrics.reduction_metrics", "Mean.update_state", _mean_update, "a slice's loss counts for its share"),
     Seam("keras.src.losses.loss", "apply_mask", _apply_mask, "a masked mean divides by the valid steps of all slices"),
     Seam("keras.src.losses.loss", "reduce_values", _reduce_values, "a weighted mean divides by the weights of all slices"),
     Seam("keras.src.optimizers.base_optimizer", "BaseOptimizer.apply", _apply, "clip and accumulate the summed gradient"),

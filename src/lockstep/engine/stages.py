@@ -190,20 +190,30 @@ class _Cutter:
     def _graph(self, graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[str], must_run: list[str]) -> Any:
         """A FuncGraph of ``graph_def`` with ``needed`` as its inputs and ``outputs`` as its outputs."""
         if not self._xla and optimize.worthwhile(self._devices) and (outputs or must_run):
-            graph_def = optimize.optimized(graph_def, needed, outputs, must_run, self._devices[0])
-        graph = FuncGraph("lockstep_stage")
-        with graph.as_default():
-            placeholders = {}
-            for name, tensor in needed.items():
-                placeholder = tf.raw_ops.Placeholder(dtype=tensor.dtype, shape=tensor.shape)
-                if tensor.dtype in (tf.resource, tf.variant):
-                    copy_handle_data(tensor, placeholder)
-                placeholders[name] = placeholder
-            elements = tf.graph_util.import_graph_def(
-                graph_def, input_map=_used(placeholders, graph_def), return_elements=[*outputs, *must_run], name=""
-            )
-            graph.inputs = list(placeholders.values())
-            graph.outputs = list(elements[: len(outputs)])
-            graph.structured_outputs = graph.outputs
-            graph.control_outputs = list(elements[len(outputs) :])
-        return graph
+            optimized = optimize.optimized(graph_def, needed, outputs, must_run, self._devices[0])
+            try:
+                return _function_graph(optimized, needed, outputs, must_run)
+            except ValueError:
+                # Where a loop was rewritten, outputs of it that we asked for may be gone: the stage stays as traced.
+                pass
+        return _function_graph(graph_def, needed, outputs, must_run)
+
+
+def _function_graph(graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[str], must_run: list[str]) -> Any:
+    """A FuncGraph that holds ``graph_def``."""
+    graph = FuncGraph("lockstep_stage")
+    with graph.as_default():
+        placeholders = {}
+        for name, tensor in needed.items():
+            placeholder = tf.raw_ops.Placeholder(dtype=tensor.dtype, shape=tensor.shape)
+            if tensor.dtype in (tf.resource, tf.variant):
+                copy_handle_data(tensor, placeholder)
+            placeholders[name] = placeholder
+        elements = tf.graph_util.import_graph_def(
+            graph_def, input_map=_used(placeholders, graph_def), return_elements=[*outputs, *must_run], name=""
+        )
+        graph.inputs = list(placeholders.values())
+        graph.outputs = list(elements[: len(outputs)])
+        graph.structured_outputs = graph.outputs
+        graph.control_outputs = list(elements[len(outputs) :])
+    return graph

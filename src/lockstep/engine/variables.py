@@ -34,6 +34,13 @@ _FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 def create(extended: Any, next_creator: Callable, **kwargs: Any) -> Any:
     """A variable with a component on every replica's device, all starting from replica 0's initial value."""
     kwargs.pop("colocate_with", None)
+    if not tf.executing_eagerly():
+        # A constant made in a graph: initialised at once, so that no copy's first value races with the step's first write.
+        value = tf.get_static_value(kwargs["initial_value"]) if tf.is_tensor(kwargs["initial_value"]) else None
+        if value is not None:
+            with tf.init_scope():
+                if tf.executing_eagerly():
+                    return create(extended, next_creator, **{**kwargs, "initial_value": value})
 
     def create_components(**kwargs: Any) -> list[tf.Variable]:
         components: list[tf.Variable] = []

@@ -1,0 +1,60 @@
+"""The oracle's optimizers: all that Keras ships, with settings that reach their branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import keras
+
+Make = Callable[[], keras.optimizers.Optimizer]
+
+# The promise for float32: the worst relative difference after 20 steps.
+BOUND = 1e-5
+
+# Slots may differ by more: a momentum near a minimum is a sum of gradients that cancel, so that rounding of the terms is large
+# beside what is left (3e-5 in the attention model's biases). The weights, to which it is added, keep the bound.
+SLOTS = 10
+
+
+# These divide a gradient by a measure of its own size. Where one nearly cancels, its rounding is large beside it, and so in the
+# step that it makes: 2e-5 of a bias that started from zero.
+NORMALIZED = 5e-5
+
+
+@dataclass(frozen=True)
+class OptimizerCase:
+    """One optimizer.
+
+    Attributes:
+      make: makes a new one; called in the strategy's scope.
+      bound: the worst relative difference allowed (`SLOTS` times as much in slots).
+    """
+
+    make: Make
+    bound: float = BOUND
+
+
+optimizers = keras.optimizers
+
+# ScheduleFreeAdamW is not here: what it computes depends on when its variables are read, on one device as well.
+OPTIMIZERS: dict[str, OptimizerCase] = {
+    "sgd": OptimizerCase(lambda: optimizers.SGD(0.1)),
+    "momentum": OptimizerCase(lambda: optimizers.SGD(0.05, momentum=0.9)),
+    "nesterov, clipped": OptimizerCase(lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True, global_clipnorm=0.5)),
+    "adam": OptimizerCase(lambda: optimizers.Adam(0.001), NORMALIZED),
+    "adam, amsgrad": OptimizerCase(lambda: optimizers.Adam(0.001, amsgrad=True), NORMALIZED),
+    "adamw": OptimizerCase(lambda: optimizers.AdamW(0.001, weight_decay=0.1), NORMALIZED),
+    # Not centered: Keras cannot do that with the sparse gradient of an embedding, on one device either.
+    "rmsprop": OptimizerCase(lambda: optimizers.RMSprop(0.001, momentum=0.5), NORMALIZED),
+    "adagrad": OptimizerCase(lambda: optimizers.Adagrad(0.01)),
+    "lion": OptimizerCase(lambda: optimizers.Lion(0.001)),
+    "lamb": OptimizerCase(lambda: optimizers.Lamb(0.001)),
+    "muon": OptimizerCase(lambda: optimizers.Muon(0.001)),
+    "adafactor": OptimizerCase(lambda: optimizers.Adafactor(0.001)),
+    "adadelta": OptimizerCase(lambda: optimizers.Adadelta(1.0)),
+    "adamax": OptimizerCase(lambda: optimizers.Adamax(0.001)),
+    "nadam": OptimizerCase(lambda: optimizers.Nadam(0.001), NORMALIZED),
+    # A weight is a quotient of two sums, and the one above cancels: 5e-5 in the attention model's biases.
+    "ftrl": OptimizerCase(lambda: optimizers.Ftrl(0.01, l2_regularization_strength=0.01), 1e-4),
+}
