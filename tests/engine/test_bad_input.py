@@ -130,21 +130,24 @@ def test_a_batch_that_nobody_split_is_reported_once() -> None:
         assert word in texts[0]
 
 
-def _fit_with_inf(strategy: lockstep.MirroredStrategy, eager: bool) -> keras.Model:
+def _fit_with_inf(strategy: tf.distribute.Strategy, eager: bool) -> keras.Model:
     x = X.copy()
     x[9] = np.inf  # the second batch of six, on replica 1
     with strategy.scope():
         model = _model()
         model.compile("sgd", "mse", run_eagerly=eager)
+    model.set_weights([np.array([[0.5], [-0.5], [0.25]]), np.zeros(1)])
     model.fit(x, Y, batch_size=6, shuffle=False, verbose=0)
     return model
 
 
 def test_non_finite_loss_is_what_one_device_would_have() -> None:
     strategy = lockstep.MirroredStrategy(devices(2))
-    model = _fit_with_inf(strategy, eager=False)
-    for variable in model.weights:
-        assert all(np.isnan(v.numpy()).all() for v in strategy.experimental_local_results(variable.value))
+    model, alone = _fit_with_inf(strategy, eager=False), _fit_with_inf(tf.distribute.get_strategy(), eager=False)
+    for variable, want in zip(model.weights, alone.get_weights(), strict=True):
+        assert not np.isfinite(want).any()
+        for copy in strategy.experimental_local_results(variable.value):
+            np.testing.assert_array_equal(copy.numpy(), want)
 
 
 @pytest.mark.parametrize("eager", [False, True])
