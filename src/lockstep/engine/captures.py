@@ -28,12 +28,8 @@ def check(trace: Trace, strategy: tf.distribute.Strategy) -> None:
         if variable is None:
             plain[inner.op.name] = inner
         elif variable.distribute_strategy is not strategy:
-            raise StrategyMismatchError(
-                f"A replica function can only use variables of its own strategy. Received: {variable.name!r}, made "
-                "in the scope of "
-                f"{variable.distribute_strategy!r}, in a run of {strategy!r}. Make the model in the scope of the "
-                "strategy that trains it."
-            )
+            what = f"{variable.name!r}, made in the scope of {variable.distribute_strategy!r}"
+            raise StrategyMismatchError(_foreign(strategy, what))
     for op in trace.graph.get_operations():
         if op.type.startswith(_WRITES) and op.inputs and op.inputs[0].op.name in plain:
             raise StrategyMismatchError(_written(op, strategy.num_replicas_in_sync))
@@ -47,18 +43,20 @@ def mismatch_explained(strategy: tf.distribute.Strategy) -> Iterator[None]:
     except RuntimeError as error:
         if "Mixing different tf.distribute.Strategy" not in str(error) or isinstance(error, StrategyMismatchError):
             raise
-        raise StrategyMismatchError(
-            f"A replica function can only use variables of its own strategy. Received: in a run of {strategy!r}, "
-            f"{str(error).strip()}. "
-            "Make the model, optimizer and metrics in the scope of the strategy that trains them."
-        ) from error
+        raise StrategyMismatchError(_foreign(strategy, str(error).strip())) from error
+
+
+def _foreign(strategy: tf.distribute.Strategy, what: str) -> str:
+    return (
+        f"A replica function can only use variables of its own strategy. Received: in a run of {strategy!r}, {what}. "
+        "Make the model, optimizer and metrics in the scope of the strategy that trains them."
+    )
 
 
 def _written(op: tf.Operation, replicas: int) -> str:
     shape = op.inputs[1].shape if len(op.inputs) > 1 else "unknown"
     return (
         f"A variable that replicas write must be created in the strategy's scope. Received: {op.type} ({op.name!r}) "
-        "of a value of "
-        f"shape {shape} to a variable with one copy, which {replicas} replicas would each write. "
+        f"of a value of shape {shape} to a variable with one copy, which {replicas} replicas would each write. "
         "Create the model, optimizer, metric or tf.Variable inside `with strategy.scope():`."
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from lockstep.engine.tf_private import ControlFlowGraph, ReduceOp, ReplicaContext, default_graph, may_record_gradients, nest
+from lockstep.engine.tf_private import ReduceOp, ReplicaContext, default_graph, may_record_gradients, nest
 from lockstep.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -106,11 +106,11 @@ class TracedContext(ReplicaContext):
     def __init__(self, strategy: Any, trace: Trace):
         super().__init__(strategy, 0)
         self.lockstep = TracedReplica(trace)
-        self._trace = trace
+        self.trace = trace
 
     @property
     def replica_id_in_sync_group(self) -> Any:
-        return self._trace.visible(self._trace.replica_id)
+        return self.trace.visible(self.trace.replica_id)
 
     def _merge_call(self, merge_fn: Callable, args: Any, kwargs: Any) -> Any:
         raise FallBack
@@ -134,13 +134,13 @@ class TracedContext(ReplicaContext):
 
         @tf.custom_gradient
         def gathered(x: tf.Tensor) -> Any:
-            whole = self._trace.mark_gather(x, axis)
+            whole = self.trace.mark_gather(x, axis)
             if isinstance(axis, int) and x.shape.rank is not None:
                 whole.set_shape([None if i == axis % x.shape.rank else n for i, n in enumerate(x.shape)])
 
             def gradient(dy: tf.Tensor) -> tf.Tensor:
-                sizes = self._trace.mark_gather(tf.shape(x)[axis : axis + 1] if axis >= 0 else tf.shape(x)[axis][None], 0)
-                start = tf.reduce_sum(sizes[: self._trace.replica_id])
+                sizes = self.trace.mark_gather(tf.shape(x)[axis : axis + 1] if axis >= 0 else tf.shape(x)[axis][None], 0)
+                start = tf.reduce_sum(sizes[: self.trace.replica_id])
                 summed = self.all_reduce(ReduceOp.SUM, dy)
                 return tf.gather(summed, start + tf.range(tf.shape(x)[axis]), axis=axis)
 
@@ -148,16 +148,12 @@ class TracedContext(ReplicaContext):
 
         return nest.map_structure(lambda v: gathered(tf.convert_to_tensor(v)), value)
 
-    def check(self, finite: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """Stops the step unless ``finite`` holds on all replicas; what waits for the result runs after that."""
-        return self._trace.mark_check(finite, step)
-
     def _exchange(self, op: ReduceOp, xs: list[Any]) -> list[Any]:
         xs = self.lockstep.masked([_as_value(x) for x in xs])
         graph = default_graph()
-        if graph is self._trace.graph:
-            return [self._trace.mark_reduce(op, x) for x in xs]
-        if not self._trace.inside_control_flow(graph):
+        if graph is self.trace.graph:
+            return [self.trace.mark_reduce(op, x) for x in xs]
+        if not self.trace.inside_control_flow(graph):
             raise NeedsInlining
         raise UnsupportedError(
             "An all-reduce inside a tf.cond or tf.while_loop of a replica function is not possible yet: replicas could take "
@@ -217,10 +213,6 @@ def current() -> Replica | None:
             return None
         replica = context.lockstep = make(context._replica_id)
     return replica
-
-
-def is_control_flow(graph: Any) -> bool:
-    return isinstance(graph, ControlFlowGraph)
 
 
 def _reduce_op(op: Any) -> ReduceOp:

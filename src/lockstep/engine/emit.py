@@ -82,7 +82,7 @@ def _call(extended: Any, stage: Stage, bound: Bindings, replica: int, before: li
             [tf.convert_to_tensor(bound[name]) for name in stage.inputs],
             stage.dtypes,
             name=f"replica_{replica}",
-            attrs=_call_attributes(function, stage, extended.devices, xla),
+            attrs=_call_attributes(function, stage, xla),
         )
     mark_read_only_inputs(op, graph)
     for name, tensor, inner in zip(stage.outputs, op.outputs, graph.outputs, strict=True):
@@ -91,12 +91,12 @@ def _call(extended: Any, stage: Stage, bound: Bindings, replica: int, before: li
     return op
 
 
-def _call_attributes(function: Any, stage: Stage, devices: tuple[str, ...], xla: bool) -> dict[str, Any]:
+def _call_attributes(function: Any, stage: Stage, xla: bool) -> dict[str, Any]:
     attributes = {
         "Tin": AttrValue(list=AttrValue.ListValue(type=[t.dtype.as_datatype_enum for t in stage.graphs[0].inputs])),
         "Tout": AttrValue(list=AttrValue.ListValue(type=[d.as_datatype_enum for d in stage.dtypes])),
         "f": AttrValue(func=NameAttrList(name=function.name)),
-        "config_proto": AttrValue(s=optimize.call_config(devices, xla)),
+        "config_proto": AttrValue(s=optimize.call_config(stage.is_optimized)),
     }
     if xla:
         attributes["_XlaMustCompile"] = AttrValue(b=True)

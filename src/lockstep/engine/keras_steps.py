@@ -149,7 +149,7 @@ def check_finite(optimizer: Any, replica: Replica, grads: list[Any]) -> list[Any
     step = tf.cast(optimizer.iterations, tf.int64)
     context = tf.distribute.get_replica_context()
     if isinstance(context, TracedContext):
-        return [context.check(finite, step)]
+        return [context.trace.mark_check(finite, step)]
     checked = context.merge_call(_assert_finite, args=(finite, step))
     return [] if checked is None else [checked]
 

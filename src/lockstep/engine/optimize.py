@@ -19,10 +19,10 @@ def worthwhile(devices: tuple[str, ...]) -> bool:
     return len(devices) > 1 and all(":CPU:" in d for d in devices)
 
 
-def call_config(devices: tuple[str, ...], xla: bool) -> bytes:
+def call_config(is_optimized: bool) -> bytes:
     """The serialised ConfigProto for calls of a stage: no second pass over what is optimized already."""
     config = ConfigProto()
-    if worthwhile(devices) and not xla:
+    if is_optimized:
         config.graph_options.rewrite_options.disable_meta_optimizer = True
     return config.SerializeToString()
 

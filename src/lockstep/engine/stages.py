@@ -32,6 +32,7 @@ class Stage:
       dtypes: the outputs' dtypes.
       graphs: the function's graph; one per replica where seeded random ops must differ, else one for all.
       functions: the graph functions, likewise.
+      is_optimized: whether the graph optimizer has seen the graphs already.
       marks: the exchange that follows the stage.
     """
 
@@ -40,6 +41,7 @@ class Stage:
     dtypes: list[tf.DType]
     graphs: list[Any]
     functions: list[Any]
+    is_optimized: bool
     marks: list[Mark] = field(default_factory=list)
 
     def for_replica(self, replica: int) -> tuple[Any, Any]:
@@ -183,20 +185,23 @@ class _Cutter:
             node.input.extend(inputs)
         must_run = [op.name for op in self._must_run if op.name in names]
         variants = range(len(self._devices)) if seeds.has_seeded_ops(graph_def) else [0]
-        graphs = [self._graph(seeds.for_replica(graph_def, r), needed, list(given), must_run) for r in variants]
+        built = [self._graph(seeds.for_replica(graph_def, r), needed, list(given), must_run) for r in variants]
+        graphs = [graph for graph, _ in built]
         functions = [function_from_graph(f"__lockstep_{next(_function_ids)}", g, {"_noinline": True}) for g in graphs]
-        return Stage(list(needed), list(given), [t.dtype for t in given.values()], graphs, functions)
+        is_optimized = all(optimized for _, optimized in built)
+        return Stage(list(needed), list(given), [t.dtype for t in given.values()], graphs, functions, is_optimized)
 
-    def _graph(self, graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[str], must_run: list[str]) -> Any:
-        """A FuncGraph of ``graph_def`` with ``needed`` as its inputs and ``outputs`` as its outputs."""
+    def _graph(self, graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[str], must_run: list[str]) -> tuple[Any, bool]:
+        """A FuncGraph of ``graph_def`` from ``needed`` to ``outputs``, and whether it is optimized."""
         if not self._xla and optimize.worthwhile(self._devices) and (outputs or must_run):
             optimized = optimize.optimized(graph_def, needed, outputs, must_run, self._devices[0])
             try:
-                return _function_graph(optimized, needed, outputs, must_run)
+                return _function_graph(optimized, needed, outputs, must_run), True
             except ValueError:
-                # Where a loop was rewritten, outputs of it that we asked for may be gone: the stage stays as traced.
+                # Where a loop was rewritten, outputs of it that we asked for may be gone: then the stage stays as traced,
+                # and the runtime optimizes it on each device.
                 pass
-        return _function_graph(graph_def, needed, outputs, must_run)
+        return _function_graph(graph_def, needed, outputs, must_run), False
 
 
 def _function_graph(graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[str], must_run: list[str]) -> Any:

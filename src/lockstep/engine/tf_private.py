@@ -55,7 +55,7 @@ from tensorflow.python.framework import (  # noqa: E402
     ops,
 )
 from tensorflow.python.grappler import tf_optimizer  # noqa: E402
-from tensorflow.python.ops import handle_data_util, resource_variable_ops  # noqa: E402
+from tensorflow.python.ops import handle_data_util  # noqa: E402
 from tensorflow.python.ops.control_flow_v2_func_graphs import (  # noqa: E402
     CondBranchFuncGraph,
     WhileBodyFuncGraph,
@@ -72,7 +72,6 @@ ReplicaContext = distribute_lib.ReplicaContext
 ReduceOp = reduce_util.ReduceOp
 Function = polymorphic_function.Function
 FuncGraph = func_graph.FuncGraph
-UnreadVariable = resource_variable_ops._UnreadVariable
 
 # Per-replica values and mirrored variables, so that TensorFlow and Keras recognise ours.
 PerReplica, PerReplicaSpec, Mirrored = values.PerReplica, values.PerReplicaSpec, values.Mirrored
@@ -86,7 +85,6 @@ DistributedDatasetInterface = distribute_types.DistributedDatasetInterface
 DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
 
 ControlFlowGraph = (CondBranchFuncGraph, WhileBodyFuncGraph, WhileCondFuncGraph)
-WhileGraph = (WhileBodyFuncGraph, WhileCondFuncGraph)
 
 AttrValue, NameAttrList, GraphDef = attr_value_pb2.AttrValue, attr_value_pb2.NameAttrList, graph_pb2.GraphDef
 ConfigProto, MetaGraphDef, RewriterConfig = (
@@ -186,12 +184,10 @@ def select_replica(replica: int, structure: Any) -> Any:
 
 
 is_mirrored = distribute_utils.is_mirrored
-is_sync_on_read = distribute_utils.is_sync_on_read
 update_regroup = distribute_utils.update_regroup
 value_container = distribute_utils.value_container
 validate_colocated_variable = distribute_utils.validate_colocate_distributed_variable
 current_replica = values_util.get_current_replica_id_as_int
-in_update_context = values_util.in_replica_update_context
 UpdateContext = distribute_lib.UpdateContext
 InputContext = distribute_lib.InputContext
 ValueContext = distribute_lib.ValueContext

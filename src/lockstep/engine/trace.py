@@ -15,10 +15,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine.context import FallBack, NeedsInlining, TracedContext, is_control_flow
+from lockstep.engine.context import FallBack, NeedsInlining, TracedContext
 from lockstep.engine.tf_private import (
     CompositeTensor,
     ControlDependencies,
+    ControlFlowGraph,
     DistributedVariable,
     FuncGraph,
     Function,
@@ -78,66 +79,54 @@ class Trace:
     def inside_control_flow(self, graph: Any) -> bool:
         """Whether ``graph`` is a cond branch or loop body of the traced function (not of a nested tf.function)."""
         while graph is not self.graph:
-            if not is_control_flow(graph):
+            if not isinstance(graph, ControlFlowGraph):
                 return False
             graph = graph.outer_graph
         return True
 
     def mark_reduce(self, op: ReduceOp, x: Any) -> Any:
+        mean = op == ReduceOp.MEAN
         if isinstance(x, tf.IndexedSlices):
-            return self._mark_rows(x, mean=op == ReduceOp.MEAN)
-        return self._mark("mean" if op == ReduceOp.MEAN else "sum", tf.convert_to_tensor(x))
+            return self._mark_rows("rows", x, mean)
+        return self._mark_same_shape("mean" if mean else "sum", tf.convert_to_tensor(x))
 
     def mark_first(self, x: Any) -> Any:
-        if not isinstance(x, tf.IndexedSlices):
-            return self._mark("first", tf.convert_to_tensor(x))
-        if default_graph() is not self.graph:
-            raise FallBack if self.inline else NeedsInlining
-        values, indices = self._open_rows(x)
-        self.marks.append(Mark("first", (x.values, x.indices), (values, indices)))
-        return tf.IndexedSlices(values, indices, x.dense_shape)
+        if isinstance(x, tf.IndexedSlices):
+            return self._mark_rows("first", x)
+        return self._mark_same_shape("first", tf.convert_to_tensor(x))
 
     def mark_gather(self, x: tf.Tensor, axis: int) -> tf.Tensor:
-        if default_graph() is not self.graph:
-            raise FallBack if self.inline else NeedsInlining
-        with _free():
-            out = _open(x, [None] * x.shape.rank if x.shape.rank is not None else None)
-        self.marks.append(Mark("gather", (x,), (out,), axis=axis))
-        return out
+        with self._cut():
+            whole = _open(x, [None] * x.shape.rank if x.shape.rank is not None else None)
+        self.marks.append(Mark("gather", (x,), (whole,), axis=axis))
+        return whole
 
     def mark_check(self, finite: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Stops the step unless ``finite`` holds on every replica; what waits for the result runs after that."""
-        if default_graph() is not self.graph:
-            raise FallBack if self.inline else NeedsInlining
-        with _free():
-            passed = tf.identity(finite, name="checked")
-        self.marks.append(Mark("check", (finite, tf.cast(step, tf.int64)), (passed,)))
-        return passed
+        return self._mark_same_shape("check", finite, step)
 
-    def _mark(self, kind: str, x: tf.Tensor) -> tf.Tensor:
-        if default_graph() is not self.graph:
-            raise FallBack if self.inline else NeedsInlining
-        with _free():
+    def _mark_same_shape(self, kind: str, x: tf.Tensor, *more: tf.Tensor) -> tf.Tensor:
+        """A mark that gives back a tensor like ``x``; ``more`` is handed in beside it."""
+        with self._cut():
             y = tf.identity(x, name="exchanged")
-        self.marks.append(Mark(kind, (x,), (y,)))
+        self.marks.append(Mark(kind, (x, *more), (y,)))
         return y
 
-    def _mark_rows(self, x: tf.IndexedSlices, mean: bool) -> tf.IndexedSlices:
-        values, indices = self._open_rows(x)
-        self.marks.append(Mark("rows", (x.values, x.indices), (values, indices), mean=mean))
+    def _mark_rows(self, kind: str, x: tf.IndexedSlices, mean: bool = False) -> tf.IndexedSlices:
+        """A mark that gives back other rows for a replica's own: as many as the exchange makes of them."""
+        with self._cut():
+            values = _open(x.values, [None, *x.values.shape[1:].as_list()])
+            indices = _open(x.indices, [None])
+        self.marks.append(Mark(kind, (x.values, x.indices), (values, indices), mean=mean))
         return tf.IndexedSlices(values, indices, x.dense_shape)
 
-    def _open_rows(self, x: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
-        """What comes back for a replica's rows: as many as the exchange makes of them."""
-        with _free():
-            return _open(x.values, [None, *x.values.shape[1:].as_list()]), _open(x.indices, [None])
-
-
-@contextlib.contextmanager
-def _free() -> Iterator[None]:
-    """A mark belongs to no device and waits for nothing but its input."""
-    with tf.device(None), tf.control_dependencies(None):
-        yield
+    @contextlib.contextmanager
+    def _cut(self) -> Iterator[None]:
+        """Where a mark's outputs are made: in the traced graph itself, on no device, waiting for nothing but the inputs."""
+        if default_graph() is not self.graph:
+            raise FallBack if self.inline else NeedsInlining
+        with tf.device(None), tf.control_dependencies(None):
+            yield
 
 
 def _open(x: tf.Tensor, shape: Any) -> tf.Tensor:

@@ -129,7 +129,7 @@ def _if_active(value: Any, otherwise: Callable[[], tf.Tensor], var: Any) -> Any:
 def _aggregated(context: TracedContext, replica: Replica, aggregation: Any, value: Any) -> Any:
     """``value`` as all replicas together write it."""
     if aggregation == _FIRST:
-        return context._trace.mark_first(value)
+        return context.trace.mark_first(value)
     if not isinstance(value, tf.IndexedSlices):
         value = tf.convert_to_tensor(value)
     if aggregation == tf.VariableAggregation.SUM or replica.active is None:
