@@ -46,13 +46,17 @@ def emit(extended: Any, trace: Trace, arguments: Any, weights: Weights | None, x
     stages = cut(trace, extended.devices, xla)
     # The runtime keeps functions alive only as long as the graphs that own them.
     default_graph()._lockstep_traces = [*getattr(default_graph(), "_lockstep_traces", []), (trace, stages)]
-    bindings = [_bind(extended, trace, arguments, weights, r) for r in range(extended.replicas)]
-    before: list[list[tf.Operation]] = [[] for _ in bindings]
-    for stage in stages:
-        calls = [_call(extended, stage, bindings[r], r, before[r], xla) for r in range(extended.replicas)]
-        checks = _exchange(extended, stage.marks, bindings)
-        before = [[call, *checks] for call in calls]
-    return [_results(trace, bound) for bound in bindings]
+
+    def place() -> list[Any]:
+        bindings = [_bind(extended, trace, arguments, weights, r) for r in range(extended.replicas)]
+        before: list[list[tf.Operation]] = [[] for _ in bindings]
+        for stage in stages:
+            calls = [_call(extended, stage, bindings[r], r, before[r], xla) for r in range(extended.replicas)]
+            checks = _exchange(extended, stage.marks, bindings)
+            before = [[call, *checks] for call in calls]
+        return [_results(trace, bound) for bound in bindings]
+
+    return optimize.once(place) if all(stage.is_optimized for stage in stages) else place()
 
 
 def _bind(extended: Any, trace: Trace, arguments: Any, weights: Weights | None, replica: int) -> Bindings:
@@ -98,8 +102,8 @@ def _call_attributes(function: Any, stage: Stage, xla: bool) -> dict[str, Any]:
         "f": AttrValue(func=NameAttrList(name=function.name)),
         "config_proto": AttrValue(s=optimize.call_config(stage.is_optimized)),
     }
-    if xla:
-        attributes["_XlaMustCompile"] = AttrValue(b=True)
+    if xla or stage.is_inlined:
+        attributes["_XlaMustCompile" if xla else "_lower_as_multi_device_function"] = AttrValue(b=True)
     return attributes
 
 

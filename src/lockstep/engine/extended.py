@@ -207,6 +207,11 @@ class Extended(StrategyExtended):
         finally:
             self._thread_runs.pop()
 
+    @property
+    def thread_weights(self) -> Weights | None:
+        """The weights of the batch that replicas in threads are working on; None where all are equal."""
+        return self._thread_runs[-1][0] if self._thread_runs else None
+
     def thread_replica(self, replica: int) -> ThreadReplica | None:
         """The engine's view of a replica that runs in a thread; None where none does."""
         if not self._thread_runs:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from lockstep.engine import optimize
 from lockstep.engine.context import Replica, TracedContext, current
 from lockstep.engine.emit import assert_finite
 from lockstep.engine.extended import Extended
 from lockstep.engine.feed import SlicesSpec
 from lockstep.engine.replicas import StepFunction
-from lockstep.engine.tf_private import DistributedValues, nest
+from lockstep.engine.tf_private import DistributedValues, Function, nest
 from lockstep.errors import StrategyMismatchError
 
 
@@ -31,9 +33,36 @@ def make_function(original: Callable) -> Callable:
         if not _is_lockstep(strategy) or strategy.num_replicas_in_sync == 1:
             return original(self, step_function)
         step = StepFunction(step_function, xla=bool(self.jit_compile), after=lambda logs: global_logs(self, logs))
-        return _without_outer_xla(self, lambda: original(self, step))
+        convert = self._autoconvert_optionals
+
+        def compiled_once(function: Any) -> Callable:
+            # Keras compiles the step and, around it, the loop over steps. A loop of one turn needs no function inside.
+            compiled = convert(function)
+            if not isinstance(function, Function) or self.steps_per_execution > 1:
+                return compiled
+            inlined = convert(function.python_function)
+            return lambda data: compiled(data) if tf.executing_eagerly() else inlined(data)
+
+        with _making_step(self, compiled_once):
+            return optimize.Step(original(self, step))
 
     return _make_function
+
+
+@contextlib.contextmanager
+def _making_step(model: Any, convert: Callable) -> Iterator[None]:
+    """While Keras makes a step function of ``model``: ``convert`` says what is called for one batch.
+
+    Keras would also compile the whole step with XLA, all replicas at once; each replica's stages are compiled instead.
+    """
+    jit_compile = model._jit_compile
+    object.__setattr__(model, "_autoconvert_optionals", convert)
+    model._jit_compile = False
+    try:
+        yield
+    finally:
+        object.__delattr__(model, "_autoconvert_optionals")
+        model._jit_compile = jit_compile
 
 
 def _check_built_in_scope(model: Any) -> None:
@@ -67,11 +96,8 @@ def make_predict_function(original: Callable) -> Callable:
             step = convert(function)
             return StepFunction(lambda data: _own_rows(step(data)), xla=xla)
 
-        object.__setattr__(self, "_autoconvert_optionals", as_step)
-        try:
-            return _without_outer_xla(self, lambda: original(self, force))
-        finally:
-            object.__delattr__(self, "_autoconvert_optionals")
+        with _making_step(self, as_step):
+            return original(self, force)
 
     return make_predict_function
 
@@ -102,16 +128,6 @@ def _replica_types(element_spec: Any) -> Any:
         return spec._component_specs[0] if isinstance(spec, SlicesSpec) else spec
 
     return nest.map_structure(one, element_spec)
-
-
-def _without_outer_xla(model: Any, make: Callable[[], Any]) -> Any:
-    """Keras would compile the whole step, all replicas at once; each replica's stages are compiled instead."""
-    jit_compile = model._jit_compile
-    model._jit_compile = False
-    try:
-        return make()
-    finally:
-        model._jit_compile = jit_compile
 
 
 def global_logs(model: Any, logs: Any) -> Any:

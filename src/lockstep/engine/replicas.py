@@ -8,8 +8,10 @@ the same results.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,14 +75,32 @@ def run(extended: Any, fn: Callable, args: Any, kwargs: Any, borrow: bool = Fals
     if tf.executing_eagerly() or may_record_gradients():
         return _run_threads(extended, fn, args, kwargs, weights)
     try:
-        with captures.mismatch_explained(strategy):
-            trace = trace_replica(
-                strategy, fn, args, kwargs, replicas, weights is not None, finish=variables.make_equal_in_trace
-            )
+        with _no_garbage_collection():
+            return _run_traced(extended, fn, args, kwargs, weights, xla)
     except FallBack:
         return _run_threads(extended, converted(fn), args, kwargs, weights)
+
+
+def _run_traced(extended: Any, fn: Callable, args: Any, kwargs: Any, weights: Weights | None, xla: bool) -> Any:
+    strategy = extended.container
+    with captures.mismatch_explained(strategy):
+        trace = trace_replica(
+            strategy, fn, args, kwargs, extended.replicas, weights is not None, finish=variables.make_equal_in_trace
+        )
     captures.check(trace, strategy)
     return regroup(emit(extended, trace, (args, kwargs), weights, xla))
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A trace makes very many objects that stay: each pass of the collector would walk all of them and free none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _inside_function(extended: Any, fn: Any) -> Callable:

@@ -20,6 +20,27 @@ from lockstep.engine.trace import Mark, Trace, is_graph_output
 
 _function_ids = itertools.count()
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "Identity", "NoOp"})
+# Ops that raise no error whatever the numbers are; their shapes have been checked while tracing.
+_NEVER_FAIL = (
+    "Abs Add AddN AddV2 All Any AssignAddVariableOp AssignSubVariableOp AssignVariableOp BatchMatMulV2 BroadcastTo "
+    "Cast Const DivNoNan Equal Exp ExpandDims Fill FloorMod Greater GreaterEqual Identity IdentityN IsFinite L2Loss "
+    "Less LessEqual Log LogicalAnd LogicalNot LogicalOr MatMul Max Maximum Mean Min Minimum Mul MulNoNan Neg NoOp "
+    "NotEqual OnesLike Placeholder Pow Prod ReadVariableOp RealDiv Reshape Rsqrt Select SelectV2 Shape Sign "
+    "Softplus Sqrt Square SquaredDifference Squeeze Sub Sum Tanh Transpose VariableShape ZerosLike"
+)
+
+
+def _can_fail(op: tf.Operation) -> bool:
+    """Whether running ``op`` can raise an error."""
+    if op.type == "EnsureShape":
+        return not op.inputs[0].shape.is_fully_defined()
+    return op.type not in _NEVER_FAIL.split()
+
+
+def _is_plain_read(op: tf.Operation) -> bool:
+    """Whether ``op`` reads a variable, not inside a branch or loop (whose results wait for what is read in them)."""
+    reads = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+    return op.type in reads and op.inputs[0].op.type == "Placeholder"
 
 
 @dataclass
@@ -33,6 +54,9 @@ class Stage:
       graphs: the function's graph; one per replica where seeded random ops must differ, else one for all.
       functions: the graph functions, likewise.
       is_optimized: whether the graph optimizer has seen the graphs already.
+      is_inlined: whether the runtime is to take the calls apart. A call left whole starts sooner, but an error in it would
+        cancel what other devices wait for before it is reported, and the user would see "RecvAsync is cancelled" instead.
+        So only stages in which nothing can go wrong are called whole, which is what most optimizers' updates are.
       marks: the exchange that follows the stage.
     """
 
@@ -42,6 +66,7 @@ class Stage:
     graphs: list[Any]
     functions: list[Any]
     is_optimized: bool
+    is_inlined: bool
     marks: list[Mark] = field(default_factory=list)
 
     def for_replica(self, replica: int) -> tuple[Any, Any]:
@@ -187,9 +212,12 @@ class _Cutter:
         variants = range(len(self._devices)) if seeds.has_seeded_ops(graph_def) else [0]
         built = [self._graph(seeds.for_replica(graph_def, r), needed, list(given), must_run) for r in variants]
         graphs = [graph for graph, _ in built]
-        functions = [function_from_graph(f"__lockstep_{next(_function_ids)}", g, {"_noinline": True}) for g in graphs]
         is_optimized = all(optimized for _, optimized in built)
-        return Stage(list(needed), list(given), [t.dtype for t in given.values()], graphs, functions, is_optimized)
+        is_inlined = not is_optimized or any(_can_fail(op) for graph in graphs for op in graph.get_operations())
+        attributes = {} if is_inlined else {"_noinline": True}
+        functions = [function_from_graph(f"__lockstep_{next(_function_ids)}", g, attributes) for g in graphs]
+        dtypes = [t.dtype for t in given.values()]
+        return Stage(list(needed), list(given), dtypes, graphs, functions, is_optimized, is_inlined)
 
     def _graph(self, graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[str], must_run: list[str]) -> tuple[Any, bool]:
         """A FuncGraph of ``graph_def`` from ``needed`` to ``outputs``, and whether it is optimized."""
@@ -220,5 +248,6 @@ def _function_graph(graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[
         graph.inputs = list(placeholders.values())
         graph.outputs = list(elements[: len(outputs)])
         graph.structured_outputs = graph.outputs
-        graph.control_outputs = list(elements[len(outputs) :])
+        # Who waits for an inlined stage waits for its control outputs: a write in a later stage must not overtake a read.
+        graph.control_outputs = [*elements[len(outputs) :], *(op for op in graph.get_operations() if _is_plain_read(op))]
     return graph

@@ -8,6 +8,7 @@ instead of training wrongly later.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -147,6 +148,31 @@ def function_from_graph(name: str, graph: Any, attrs: dict[str, Any]) -> Any:
 def optimized_graph(config: Any, metagraph: Any) -> Any:
     """What TensorFlow's graph optimizer (grappler) makes of ``metagraph``; fetches are in its "train_op" collection."""
     return tf_optimizer.OptimizeGraph(config, metagraph)
+
+
+@contextlib.contextmanager
+def keep_call_options() -> Iterator[None]:
+    """Restores on exit how this thread calls graph functions."""
+    runtime: Any = context.context()
+    before = runtime.function_call_options
+    try:
+        yield
+    finally:
+        runtime.function_call_options = before
+
+
+def switch_graph_optimizer_off() -> None:
+    """Lets this thread call graph functions without a pass of the graph optimizer over them."""
+    runtime: Any = context.context()
+    options = runtime.function_call_options
+    runtime.function_call_options = _not_optimizing(options.executor_type, options.config_proto_serialized)
+
+
+@functools.lru_cache
+def _not_optimizing(executor_type: str | None, config_proto: bytes) -> Any:
+    config = ConfigProto.FromString(config_proto)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return context.FunctionCallOptions(executor_type, config)
 
 
 def run_in_threads(strategy: tf.distribute.Strategy, fn: Callable, args: Any, kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from lockstep.engine.context import masked
 from lockstep.engine.tf_private import (
     CompositeTensor,
     DistributedValues,
@@ -38,10 +39,22 @@ def _reduce_one(extended: Any, op: ReduceOp, value: Any, destinations: Any) -> A
         return _reduce_plain(extended, op, value)
     if is_mirrored(value) and op == ReduceOp.MEAN:
         return value
-    total = sum_or_mean(extended, op, list(value.values), device_of(extended, destinations))
+    total = sum_or_mean(extended, op, _counted(extended, value), device_of(extended, destinations))
     if isinstance(destinations, DistributedValues):
         return Mirrored([total] * extended.replicas)
     return total
+
+
+def _counted(extended: Any, value: Any) -> list[Any]:
+    """What each replica adds to a sum: its value, or zeros while it runs in a thread and has no example of its own.
+
+    Variables hold what earlier batches left, so they count whatever this batch holds.
+    """
+    each = list(value.values) if isinstance(value, DistributedValues) else [value] * extended.replicas
+    weights = extended.thread_weights
+    if weights is None or isinstance(value, DistributedVariable):
+        return each
+    return [masked([v], active)[0] for v, active in zip(each, weights.active, strict=True)]
 
 
 def _reduce_plain(extended: Any, op: ReduceOp, value: Any) -> Any:
@@ -87,23 +100,16 @@ def batch_reduce_to(extended: Any, op: ReduceOp, pairs: Any) -> list[Any]:
     results: list[Any] = [None] * len(pairs)
     dense: list[int] = []
     for i, (value, destinations) in enumerate(pairs):
-        if not isinstance(value, DistributedValues):
-            results[i] = _same_everywhere(extended, op, value)
-        elif isinstance(value.values[0], tf.IndexedSlices):
-            total = sum_or_mean(extended, op, list(value.values), device_of(extended, destinations))
+        if isinstance(value, DistributedValues) and isinstance(value.values[0], tf.IndexedSlices):
+            total = sum_or_mean(extended, op, _counted(extended, value), device_of(extended, destinations))
             results[i] = Mirrored([total] * extended.replicas)
         else:
             dense.append(i)
-    tensors = [[tf.convert_to_tensor(v) for v in pairs[i][0].values] for i in dense]
+    tensors = [[tf.convert_to_tensor(v) for v in _counted(extended, pairs[i][0])] for i in dense]
     totals = extended.exchange.reduce(tensors, [op == ReduceOp.MEAN] * len(dense))
     for i, total in zip(dense, totals, strict=True):
         results[i] = Mirrored([total] * extended.replicas)
     return results
-
-
-def _same_everywhere(extended: Any, op: ReduceOp, value: Any) -> Any:
-    """The all-reduce of a value that every replica holds alike (regrouping unwraps those)."""
-    return Mirrored([value * extended.replicas if op == ReduceOp.SUM else value] * extended.replicas)
 
 
 def gather(extended: Any, value: Any, destinations: Any, axis: int) -> Any:

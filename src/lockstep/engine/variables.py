@@ -47,11 +47,12 @@ def create(extended: Any, next_creator: Callable, **kwargs: Any) -> Any:
         for replica, device in enumerate(extended.devices):
             with tf.device(device):
                 if replica > 0:
-                    first = components[0]
-                    kwargs["initial_value"] = _copy_of(first, kwargs["initial_value"])
-                    kwargs["name"] = f"{first.name.split(':')[0]}/replica_{replica}/"
+                    kwargs["name"] = f"{components[0].name.split(':')[0]}/replica_{replica}/"
                 with quiet_device_copies():
                     components.append(next_creator(**kwargs))
+                    if replica == 0:
+                        # Drawn once: a second draw from a random initializer would differ.
+                        kwargs["initial_value"] = _initial_value_of(components[0])
         return components
 
     policies = {
@@ -70,13 +71,8 @@ def variable_of(handle: tf.Tensor) -> Any | None:
     return reference() if reference is not None else None
 
 
-def _copy_of(first: tf.Variable, initial_value: Any) -> Any:
-    del initial_value  # drawn once, for replica 0: a second draw from a random initializer would differ
-
-    def copy() -> tf.Tensor:
-        return tf.identity(first.value())
-
-    return copy
+def _initial_value_of(first: tf.Variable) -> Any:
+    return first.value() if tf.executing_eagerly() else lambda: tf.identity(first.value())
 
 
 class OnWrite(OnWritePolicy):
