@@ -215,6 +215,22 @@ def test_average_loss_of_uneven_slices(strategy: Any) -> None:
         assert [float(run(batch)) for batch in dataset] == pytest.approx([values.mean()])
 
 
+def test_a_replica_without_examples_returns_no_rows_and_adds_nothing(strategy: Any) -> None:
+    with strategy.scope():
+        steps = tf.Variable(7.0)
+
+    def step(x: tf.Tensor) -> dict[str, Any]:
+        total = _context().all_reduce("SUM", tf.reduce_sum(x))
+        return {"rows": x * 2, "sum": tf.reduce_sum(x), "mean": tf.reduce_mean(x), "all": total, "steps": steps.read_value()}
+
+    got = tf.function(lambda x: strategy.run(step, (strategy.split(x),)))(tf.constant([[3.0]]))
+    idle = strategy.num_replicas_in_sync - 1
+    assert _local(strategy, got["rows"]) == [[[6.0]], *[[]] * idle]
+    assert _local(strategy, got["sum"]) == _local(strategy, got["mean"]) == [3.0, *[0.0] * idle]
+    assert _local(strategy, got["all"]) == [3.0] * (idle + 1)
+    assert _local(strategy, got["steps"]) == [7.0] * (idle + 1)
+
+
 def test_one_replica_takes_the_plain_path() -> None:
     strategy = lockstep.MirroredStrategy(devices(1))
     step = tf.function(lambda x: strategy.run(lambda v: _context().all_reduce("SUM", v * 2), (x,)))

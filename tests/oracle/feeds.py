@@ -55,11 +55,13 @@ class Feed:
     Attributes:
       train: (model, data, epochs) -> logs per epoch.
       steps_per_execution: as in ``compile``.
+      run_eagerly: as in ``compile``.
       by_hand: whether it trains with a loop of its own, which only knows the sparse cross-entropy.
     """
 
     train: Callable[[keras.Model, Data, int], Logs]
     steps_per_execution: int = 1
+    run_eagerly: bool = False
     by_hand: bool = False
 
 
@@ -177,6 +179,7 @@ FEEDS: dict[str, Feed] = {
     "generator": Feed(fit_generator),
     "PyDataset": Feed(fit_py_dataset),
     "arrays, 3 steps per execution": Feed(fit_arrays, steps_per_execution=3),
+    "arrays, run eagerly": Feed(fit_arrays, run_eagerly=True),
     "train_on_batch": Feed(train_on_batch),
     # A batch that is not full still divides by the full size here, on one device as on N.
     "loop": Feed(lambda *a: loop(*a, divisor=lambda sizes: sizes.batch), by_hand=True),

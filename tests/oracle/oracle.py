@@ -92,7 +92,12 @@ def compiled(case: Case) -> keras.Model:
     """The case's model, compiled; call it in the scope, after `start_from`."""
     model_case, feed = MODELS[case.model], FEEDS[case.feed]
     model = model_case.build()
-    model.compile(OPTIMIZERS[case.optimizer].make(), steps_per_execution=feed.steps_per_execution, **model_case.objective())
+    model.compile(
+        OPTIMIZERS[case.optimizer].make(),
+        steps_per_execution=feed.steps_per_execution,
+        run_eagerly=feed.run_eagerly,
+        **model_case.objective(),
+    )
     return model
 
 

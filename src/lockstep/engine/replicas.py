@@ -28,8 +28,8 @@ from lockstep.engine.tf_private import (
     regroup,
     run_in_threads,
 )
-from lockstep.engine.trace import trace_replica
-from lockstep.engine.weights import Weights, weights_of, with_borrowed_rows
+from lockstep.engine.trace import Trace, trace_replica
+from lockstep.engine.weights import Weights, weights_of, with_borrowed_rows, without_borrowed_rows
 
 
 @dataclass
@@ -38,7 +38,8 @@ class StepFunction:
 
     Attributes:
       function: the function of one replica's arguments.
-      borrow: whether a replica without examples gets a borrowed row with weight 0 (else an empty batch).
+      borrow: whether a replica without examples gets a borrowed row with weight 0 also where it runs in a thread (else an
+        empty batch), and its results are left as they are.
       xla: whether to compile each replica's stages with XLA.
       after: what to make of the per-replica results, in cross-replica context.
     """
@@ -70,25 +71,25 @@ def run(extended: Any, fn: Callable, args: Any, kwargs: Any, borrow: bool = Fals
     if replicas == 1:
         return _run_alone(strategy, fn, args, kwargs)
     weights = weights_of((args, kwargs), replicas)
-    if weights is not None and borrow:
-        args, kwargs = with_borrowed_rows((args, kwargs), weights, replicas)
+    own = (args, kwargs)
+    if weights is not None:
+        args, kwargs = with_borrowed_rows(own, weights, replicas)
+    in_thread = (args, kwargs) if borrow else own
     if tf.executing_eagerly() or may_record_gradients():
-        return _run_threads(extended, fn, args, kwargs, weights)
+        return _run_threads(extended, fn, *in_thread, weights)
+
+    def finish(trace: Trace) -> None:
+        if weights is not None and not borrow:
+            trace.outputs = without_borrowed_rows(trace, (args, kwargs))
+        variables.make_equal_in_trace(trace)
+
     try:
-        with _no_garbage_collection():
-            return _run_traced(extended, fn, args, kwargs, weights, xla)
+        with _no_garbage_collection(), captures.mismatch_explained(strategy):
+            trace = trace_replica(strategy, fn, args, kwargs, replicas, weights is not None, finish)
+            captures.check(trace, strategy)
+            return regroup(emit(extended, trace, (args, kwargs), weights, xla))
     except FallBack:
-        return _run_threads(extended, converted(fn), args, kwargs, weights)
-
-
-def _run_traced(extended: Any, fn: Callable, args: Any, kwargs: Any, weights: Weights | None, xla: bool) -> Any:
-    strategy = extended.container
-    with captures.mismatch_explained(strategy):
-        trace = trace_replica(
-            strategy, fn, args, kwargs, extended.replicas, weights is not None, finish=variables.make_equal_in_trace
-        )
-    captures.check(trace, strategy)
-    return regroup(emit(extended, trace, (args, kwargs), weights, xla))
+        return _run_threads(extended, converted(fn), *in_thread, weights)
 
 
 @contextlib.contextmanager

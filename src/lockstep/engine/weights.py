@@ -13,7 +13,9 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engine import feed
-from lockstep.engine.tf_private import nest
+from lockstep.engine.context import masked
+from lockstep.engine.feed import batch_size
+from lockstep.engine.tf_private import nest, select_replica
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def weights_of(args: Any, replicas: int) -> Weights | None:
     statics = {spec.shape[0] for spec in slices[0]._type_spec._component_specs}
     if len(statics) == 1 and None not in statics:
         return None
-    sizes = [tf.convert_to_tensor(feed.batch_size(value)) for value in slices[0].values]
+    sizes = [tf.convert_to_tensor(batch_size(value)) for value in slices[0].values]
     total = tf.maximum(tf.add_n(sizes), 1)
     return Weights(
         fractions=[tf.cast(size, tf.float32) / tf.cast(total, tf.float32) for size in sizes],
@@ -76,3 +78,50 @@ def with_borrowed_rows(args: Any, weights: Weights, replicas: int) -> Any:
         return feed.Slices(values)
 
     return nest.map_structure(borrow, args)
+
+
+def without_borrowed_rows(trace: Any, arguments: Any) -> Any:
+    """A traced function's results as a replica without examples returns them: no rows, and zeros instead of sums over rows.
+
+    Only what was computed from the borrowed rows is changed. State, and what has been exchanged, is as good there as
+    anywhere.
+
+    Args:
+      trace: a `Trace` whose function has just returned, in its graph.
+      arguments: the (args, kwargs) it was traced with.
+    """
+    computed = _computed_from(trace, _batch_positions(arguments))
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, (tf.Tensor, tf.RaggedTensor)) or isinstance(value, tf.Variable):
+            return value
+        parts = nest.flatten(value, expand_composites=True)
+        if not any(part.op.name in computed for part in parts if part.graph is trace.graph):
+            return value
+        if value.shape.rank and value.shape[0] is None:
+            return value[: tf.where(trace.active, batch_size(value), 0)]
+        return value if isinstance(value, tf.RaggedTensor) or value.dtype == tf.string else masked([value], trace.active)[0]
+
+    return nest.map_structure(own, trace.outputs)
+
+
+def _batch_positions(arguments: Any) -> set[int]:
+    """The positions of the tensors that belong to the batch among one replica's flat arguments."""
+    positions: set[int] = set()
+    count = 0
+    for leaf in nest.flatten(arguments):
+        size = len(nest.flatten(select_replica(0, leaf), expand_composites=True))
+        if isinstance(leaf, feed.Slices):
+            positions.update(range(count, count + size))
+        count += size
+    return positions
+
+
+def _computed_from(trace: Any, positions: set[int]) -> set[str]:
+    """The names of the ops whose values come from the arguments at ``positions``, other than by way of an exchange."""
+    computed = {placeholder.op.name for position, placeholder in trace.arguments if position in positions}
+    exchanged = {output.op.name for mark in trace.marks for output in mark.outputs}
+    for op in trace.graph.get_operations():
+        if op.name not in exchanged and any(x.op.name in computed for x in op.inputs):
+            computed.add(op.name)
+    return computed
