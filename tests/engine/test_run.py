@@ -219,15 +219,25 @@ def test_a_replica_without_examples_returns_no_rows_and_adds_nothing(strategy: A
     with strategy.scope():
         steps = tf.Variable(7.0)
 
+    one = tf.constant(1.0)
+
     def step(x: tf.Tensor) -> dict[str, Any]:
         total = _context().all_reduce("SUM", tf.reduce_sum(x))
-        return {"rows": x * 2, "sum": tf.reduce_sum(x), "mean": tf.reduce_mean(x), "all": total, "steps": steps.read_value()}
+        return {
+            "one": one,
+            "rows": x * 2,
+            "sum": tf.reduce_sum(x),
+            "mean": tf.reduce_mean(x),
+            "all": total,
+            "steps": steps.read_value(),
+        }
 
     got = tf.function(lambda x: strategy.run(step, (strategy.split(x),)))(tf.constant([[3.0]]))
     idle = strategy.num_replicas_in_sync - 1
     assert _local(strategy, got["rows"]) == [[[6.0]], *[[]] * idle]
     assert _local(strategy, got["sum"]) == _local(strategy, got["mean"]) == [3.0, *[0.0] * idle]
     assert _local(strategy, got["all"]) == [3.0] * (idle + 1)
+    assert set(_local(strategy, got["one"])) == {1.0}
     assert _local(strategy, got["steps"]) == [7.0] * (idle + 1)
 
 

@@ -1,8 +1,7 @@
 """Optimizes a stage's graph once, instead of once per replica while the first step waits.
 
 TensorFlow runs its graph optimizer each time a function is instantiated on a device: N times the same work. On CPU
-devices we run it here. On GPUs the runtime's own pass is kept: it knows the device, and it
-runs for all replicas in parallel.
+devices we run it here. On GPUs the runtime's own pass is kept: it knows the device.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def without_borrowed_rows(trace: Any, arguments: Any) -> Any:
     def own(value: Any) -> Any:
         if not isinstance(value, (tf.Tensor, tf.RaggedTensor)) or isinstance(value, tf.Variable):
             return value
-        parts = nest.flatten(value, expand_composites=True)
-        if not any(part.op.name in computed for part in parts if part.graph is trace.graph):
+        parts = [part for part in nest.flatten(value, expand_composites=True) if getattr(part, "graph", None) is trace.graph]
+        if not any(part.op.name in computed for part in parts):
             return value
         if value.shape.rank and value.shape[0] is None:
             return value[: tf.where(trace.active, batch_size(value), 0)]
