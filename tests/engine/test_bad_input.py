@@ -92,6 +92,25 @@ def test_built_outside_and_updated_in_run() -> None:
         tf.function(lambda: strategy.run(step, (strategy.split(X),)))()
 
 
+@pytest.mark.parametrize("where", ["plain", "branch", "loop", "function"])
+def test_a_variable_with_one_copy_is_written(where: str) -> None:
+    strategy, total = lockstep.MirroredStrategy(devices(2)), tf.Variable(0.0)
+    table = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, default_value=-1, empty_key=-2, deleted_key=-3)
+
+    def step(x: tf.Tensor, written: bool) -> tf.Tensor:
+        write = (lambda: total.assign_add(x)) if written else (lambda: total + x)
+        found = tf.cast(table.lookup(tf.constant(1, tf.int64)), tf.float32)
+        if where == "branch":
+            return found + tf.cond(x > 0, write, lambda: x)
+        if where == "loop":
+            return found + tf.while_loop(lambda i: i < 2.0, lambda i: (i + 0.0 * write() + 1.0,), (0.0,))[0]
+        return found + (tf.function(write)() if where == "function" else write())
+
+    assert np.isfinite(tf.function(lambda: strategy.reduce("SUM", strategy.run(step, (tf.constant(1.0), False)), axis=None))())
+    with pytest.raises(StrategyMismatchError, match=r"must be created in the strategy's scope.*one copy, which 2 replicas"):
+        tf.function(lambda: strategy.run(step, (tf.constant(1.0), True)))()
+
+
 def test_metric_made_outside() -> None:
     metric, strategy = keras.metrics.Mean(), lockstep.MirroredStrategy(devices(2))
     with pytest.raises(StrategyMismatchError, match="created in the strategy's scope"):

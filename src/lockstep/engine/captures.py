@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from lockstep.engine.tf_private import called_writes
 from lockstep.engine.trace import Trace
 from lockstep.engine.variables import variable_of
 from lockstep.errors import StrategyMismatchError
@@ -31,8 +32,15 @@ def check(trace: Trace, strategy: tf.distribute.Strategy) -> None:
             what = f"{variable.name!r}, made in the scope of {variable.distribute_strategy!r}"
             raise StrategyMismatchError(_foreign(strategy, what))
     for op in trace.graph.get_operations():
-        if op.type.startswith(_WRITES) and op.inputs and op.inputs[0].op.name in plain:
+        if any(handle.op.name in plain for handle in _written_handles(op)):
             raise StrategyMismatchError(_written(op, strategy.num_replicas_in_sync))
+
+
+def _written_handles(op: tf.Operation) -> list[tf.Tensor]:
+    """The variables that ``op`` may write: itself, or in a branch, loop or function that it calls."""
+    if op.type.startswith(_WRITES):
+        return [op.inputs[0]]
+    return called_writes(op)
 
 
 @contextlib.contextmanager
@@ -54,9 +62,12 @@ def _foreign(strategy: tf.distribute.Strategy, what: str) -> str:
 
 
 def _written(op: tf.Operation, replicas: int) -> str:
-    shape = op.inputs[1].shape if len(op.inputs) > 1 else "unknown"
+    if op.type.startswith(_WRITES):
+        what = f"{op.type} ({op.name!r}) of a value of shape {op.inputs[1].shape if len(op.inputs) > 1 else 'unknown'}"
+    else:
+        what = f"a write in {op.type} ({op.name!r})"
     return (
-        f"A variable that replicas write must be created in the strategy's scope. Received: {op.type} ({op.name!r}) "
-        f"of a value of shape {shape} to a variable with one copy, which {replicas} replicas would each write. "
+        f"A variable that replicas write must be created in the strategy's scope. Received: {what} "
+        f"to a variable with one copy, which {replicas} replicas would each write. "
         "Create the model, optimizer, metric or tf.Variable inside `with strategy.scope():`."
     )

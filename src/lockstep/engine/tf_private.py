@@ -140,6 +140,20 @@ def mark_read_only_inputs(op: tf.Operation, graph: Any) -> None:
     ops.set_int_list_attr(op, auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, indices)
 
 
+def called_writes(op: tf.Operation) -> list[tf.Tensor]:
+    """The variables' handles among the inputs of ``op`` that a function it calls (a branch, a loop body) may write."""
+    if auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR not in op.node_def.attr:
+        return []
+    _, writes = auto_control_deps_utils.get_read_write_resource_inputs(op)
+    return [handle for handle in writes if _is_variable(handle)]
+
+
+def _is_variable(handle: tf.Tensor) -> bool:
+    """Whether a resource is a variable (whose handle knows its dtype and shape), and not a table, an iterator, ..."""
+    data = handle_data_util.get_resource_handle_data(handle)
+    return bool(data is not None and data.is_set and data.shape_and_type)
+
+
 def function_from_graph(name: str, graph: Any, attrs: dict[str, Any]) -> Any:
     """A callable graph function from a FuncGraph whose ``inputs`` and ``outputs`` are set."""
     return atomic_function.from_func_graph(name, graph, attrs)
