@@ -28,6 +28,7 @@ class ModelCase:
       build: makes the model; called in the strategy's scope.
       examples: (generator, count) -> (x, y), structures of arrays of shape ``[count, ...]``.
       objective: makes the arguments of ``compile``, other than the optimizer.
+      built: whether its variables exist before its first call.
       simple: one output, trained with the sparse cross-entropy alone, so that a hand-written loop can train it.
       exact: False where N devices do not compute what one device does, by design; only what holds on N devices is checked.
       undetermined: part of the path of variables whose gradient is zero in exact arithmetic. What an optimizer that
@@ -37,6 +38,7 @@ class ModelCase:
     build: Callable[[], keras.Model]
     examples: Callable[[np.random.Generator, int], tuple[Any, Any]]
     objective: Callable[[], dict[str, Any]]
+    built: bool = True
     simple: bool = True
     exact: bool = True
     undetermined: tuple[str, ...] = ()
@@ -209,5 +211,5 @@ MODELS: dict[str, ModelCase] = {
     "attention": ModelCase(attention, _sequences, _classify, undetermined=("key/bias", "key_bias", " bias")),
     "two outputs": ModelCase(two_outputs, _paired, _two_objectives, simple=False),
     "regularized + add_loss": ModelCase(regularized, _vectors, _classify, simple=False),
-    "subclassed, unbuilt": ModelCase(Unbuilt, _vectors, _classify),
+    "subclassed, unbuilt": ModelCase(Unbuilt, _vectors, _classify, built=False),
 }

@@ -29,15 +29,16 @@ class OptimizerCase:
     Attributes:
       make: makes a new one; called in the strategy's scope.
       bound: the worst relative difference allowed (`SLOTS` times as much in slots).
+      build_first: whether its variables are made before the first step.
     """
 
     make: Make
     bound: float = BOUND
+    build_first: bool = False
 
 
 optimizers = keras.optimizers
 
-# ScheduleFreeAdamW is not here: what it computes depends on when its variables are read, on one device as well.
 OPTIMIZERS: dict[str, OptimizerCase] = {
     "sgd": OptimizerCase(lambda: optimizers.SGD(0.1)),
     "momentum": OptimizerCase(lambda: optimizers.SGD(0.05, momentum=0.9)),
@@ -58,3 +59,6 @@ OPTIMIZERS: dict[str, OptimizerCase] = {
     # A weight is a quotient of two sums, and the one above cancels: 5e-5 in the attention model's biases.
     "ftrl": OptimizerCase(lambda: optimizers.Ftrl(0.01, l2_regularization_strength=0.01), 1e-4),
 }
+if hasattr(optimizers, "ScheduleFreeAdamW"):
+    # Keras on one device makes its variables in the first traced step, and then starts its momentum anew in every step.
+    OPTIMIZERS["schedule-free adamw"] = OptimizerCase(lambda: optimizers.ScheduleFreeAdamW(0.001), NORMALIZED, build_first=True)

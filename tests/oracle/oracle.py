@@ -40,7 +40,10 @@ class Case:
 
     @property
     def makes_sense(self) -> bool:
-        return MODELS[self.model].simple or not FEEDS[self.feed].by_hand
+        model = MODELS[self.model]
+        if OPTIMIZERS[self.optimizer].build_first and not model.built:
+            return False
+        return model.simple or not FEEDS[self.feed].by_hand
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,11 @@ def compiled(case: Case) -> keras.Model:
     """The case's model, compiled; call it in the scope, after `start_from`."""
     model_case, feed = MODELS[case.model], FEEDS[case.feed]
     model = model_case.build()
+    optimizer = OPTIMIZERS[case.optimizer].make()
+    if OPTIMIZERS[case.optimizer].build_first:
+        optimizer.build(model.trainable_variables)
     model.compile(
-        OPTIMIZERS[case.optimizer].make(),
+        optimizer,
         steps_per_execution=feed.steps_per_execution,
         run_eagerly=feed.run_eagerly,
         **model_case.objective(),

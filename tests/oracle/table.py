@@ -66,5 +66,7 @@ def full_table() -> list[Case]:
     cases = []
     for (i, model), (j, optimizer) in itertools.product(enumerate(MODELS), enumerate(OPTIMIZERS)):
         able = [feed for feed in feeds if Case(model, optimizer, feed, sizes[0]).makes_sense]
+        if not able:
+            continue
         cases.append(Case(model, optimizer, able[(i + j) % len(able)], sizes[(2 * i + j) % len(sizes)]))
     return cases
