@@ -208,9 +208,16 @@ def quiet_device_copies() -> Iterator[None]:
 
 def create_mirrored_variable(strategy: Any, create: Callable[..., list], policies: dict, **kwargs: Any) -> Any:
     """The distributed variable around the per-replica variables that ``create`` returns."""
-    return distribute_utils.create_mirrored_variable(
-        strategy, create, distribute_utils.VARIABLE_CLASS_MAPPING, policies, **kwargs
-    )
+    return distribute_utils.create_mirrored_variable(strategy, create, {"VariableClass": _Variable}, policies, **kwargs)
+
+
+class _Variable(DistributedVariable):
+    def _get(self) -> Any:
+        """Its value here; outside of any scope, too, a replica-local variable is the aggregate and not replica 0's part."""
+        if not isinstance(self._policy, OnReadPolicy):
+            return super()._get()
+        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+            return super()._get()
 
 
 def regroup(per_replica: Sequence[Any], always_wrap: bool = False) -> Any:
