@@ -92,6 +92,16 @@ def test_built_outside_and_updated_in_run() -> None:
         tf.function(lambda: strategy.run(step, (strategy.split(X),)))()
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_optimizer_made_outside(eager: bool) -> None:
+    strategy, optimizer = lockstep.MirroredStrategy(devices(2)), keras.optimizers.Adam()
+    with strategy.scope():
+        model = _model()
+        model.compile(optimizer, "mse", run_eagerly=eager)
+    with pytest.raises(StrategyMismatchError, match=r"optimizer must be created in the scope.*'adam.*'"):
+        model.fit(X, Y, verbose=0)
+
+
 @pytest.mark.parametrize("where", ["plain", "branch", "loop", "function"])
 def test_a_variable_with_one_copy_is_written(where: str) -> None:
     strategy, total = lockstep.MirroredStrategy(devices(2)), tf.Variable(0.0)

@@ -165,6 +165,7 @@ def _apply(original: Callable) -> Callable:
             trainable_variables = list(trainable_variables)
         strategy = tf.distribute.get_strategy()
         if replica.replicas > 1:
+            keras_steps.check_optimizer_in_scope(self, strategy)
             _check_mirrored(trainable_variables or self._trainable_variables, strategy)
         checked = keras_steps.check_finite(self, replica, grads) if strategy.extended.check_finite else []
         if replica.replicas == 1:

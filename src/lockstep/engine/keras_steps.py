@@ -79,6 +79,16 @@ def _check_built_in_scope(model: Any) -> None:
             )
 
 
+def check_optimizer_in_scope(optimizer: Any, strategy: Any) -> None:
+    """Raises StrategyMismatchError where an optimizer with one copy of its variables would update all replicas'."""
+    if optimizer._distribution_strategy is not strategy:
+        raise StrategyMismatchError(
+            f"An optimizer must be created in the scope of the strategy that trains with it. Received: {optimizer.name!r}, "
+            "created outside of it: its variables (iterations, learning rate, slots) have one copy, but would be updated by "
+            f"{strategy.num_replicas_in_sync} replicas. Create it inside `with strategy.scope():`."
+        )
+
+
 def make_predict_function(original: Callable) -> Callable:
     """Wraps Trainer.make_predict_function: the predict step takes a batch, and drops rows that were only borrowed."""
 
@@ -109,6 +119,9 @@ def symbolic_build(original: Callable) -> Callable:
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         if not _is_lockstep(self._distribute_strategy):
             return original(self, iterator=iterator, data_batch=data_batch)
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and self._distribute_strategy.num_replicas_in_sync > 1:
+            check_optimizer_in_scope(optimizer, self._distribute_strategy)
         if iterator is not None:
             data_batch = _replica_types(iterator._distributed_dataset.element_spec)
         data_batch = nest.map_structure(lambda v: v.values[0] if isinstance(v, DistributedValues) else v, data_batch)
