@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -130,3 +133,27 @@ def test_moving_statistics_are_the_mean_over_slices_by_examples(count: int, repl
     norm = model.layers[1]
     np.testing.assert_allclose(norm.moving_mean.numpy(), 0.01 * mean, rtol=1e-5, atol=1e-8)
     np.testing.assert_allclose(norm.moving_variance.numpy(), 0.99 + 0.01 * variance, rtol=1e-6)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_stateful_rnn_carries_the_states_of_its_own_slice(run_eagerly: bool) -> None:
+    replicas, batch = 3, 6
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(4 * batch, 5, 2)).astype("float32"), rng.integers(0, 3, 4 * batch)
+
+    def trained(scope: Any, rows: int) -> tuple[list[np.ndarray], np.ndarray]:
+        start_from(3)
+        with scope:
+            layers = [keras.Input(batch_shape=(rows, 5, 2)), keras.layers.LSTM(4, stateful=True), keras.layers.Dense(3)]
+            model = keras.Sequential(layers)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.5), loss, run_eagerly=run_eagerly)
+        model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+        states = [strategy_of(replicas).experimental_local_results(v.value) for v in model.layers[0].states]
+        return [w.numpy() for w in model.trainable_variables], np.concatenate(states[0])
+
+    weights, states = trained(strategy_of(replicas).scope(), batch // replicas)
+    want_weights, want_states = trained(contextlib.nullcontext(), batch)
+    for value, want in zip(weights, want_weights, strict=True):
+        np.testing.assert_allclose(value, want, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(states, want_states, rtol=1e-5)

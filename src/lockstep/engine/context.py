@@ -39,6 +39,7 @@ class Replica:
         # The same as Keras hands them to its loss metrics.
         self.unscaled_losses: list[Any] = []
         self._exact_depth = 0
+        self._own_depth = 0
 
     @property
     def fraction(self) -> Any:
@@ -57,6 +58,20 @@ class Replica:
     def writes_are_equal(self) -> bool:
         """Whether values written now are the same on all replicas by construction (gradients are reduced already)."""
         return self._exact_depth > 0
+
+    @property
+    def writes_are_own(self) -> bool:
+        """Whether values written now belong to this replica's examples, so that the copies are meant to differ."""
+        return self._own_depth > 0
+
+    @contextlib.contextmanager
+    def own_writes(self) -> Iterator[None]:
+        """Within this block each replica writes what belongs to its own examples, and copies stay as they are written."""
+        self._own_depth += 1
+        try:
+            yield
+        finally:
+            self._own_depth -= 1
 
     @contextlib.contextmanager
     def equal_writes(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ KNOWN: dict[str, frozenset[str]] = {
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": frozenset(
         {"935ee2c9f12d56a4", "bb1ee993ba1389e9"}
     ),
+    "keras.src.layers.rnn.rnn:RNN.call": frozenset({"c58663d0c1675188", "dfb0a9ecdb598bf8"}),
     "keras.src.random.seed_generator:SeedGenerator.next": frozenset({"3e0c1fccf4a9d816"}),
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._make_function": frozenset({"1099094332b1eb32"}),
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.make_predict_function": frozenset({"c886e6ea148f89e9"}),

@@ -9,6 +9,7 @@ UnsupportedVersionError instead of training wrongly.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -221,6 +222,19 @@ def _next_seed(original: Callable) -> Callable:
     return next
 
 
+# State that belongs to the examples of a slice.
+
+
+def _rnn_call(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replica = current()
+        with replica.own_writes() if replica is not None and self.stateful else contextlib.nullcontext():
+            return original(self, *args, **kwargs)
+
+    return call
+
+
 _TRAINER = "keras.src.backend.tensorflow.trainer"
 SEAMS = (
     Seam("keras.src.losses.loss", "scale_loss_for_distribution", _scale_loss, "slices weigh b_r/b, not 1/N"),
@@ -239,6 +253,9 @@ SEAMS = (
         "gradients are summed already",
     ),
     Seam("keras.src.random.seed_generator", "SeedGenerator.next", _next_seed, "dropout masks must differ between replicas"),
+    Seam(
+        "keras.src.layers.rnn.rnn", "RNN.call", _rnn_call, "a stateful RNN's states are rows of the slice, not to be averaged"
+    ),
     Seam(_TRAINER, "TensorFlowTrainer._make_function", keras_steps.make_function, "this step takes a batch; exact logs; XLA"),
     Seam(
         _TRAINER, "TensorFlowTrainer.make_predict_function", keras_steps.make_predict_function, "likewise; drop borrowed rows"

@@ -5,7 +5,8 @@ Reads in a replica see its own component. Writes by aggregation:
 - ``SUM``, ``MEAN``: the value is exchanged, then every replica writes the result (a mean is weighted by the slices' sizes).
 - ``ONLY_FIRST_REPLICA``: replica 0's value is written everywhere.
 - ``NONE`` (what layers use for state such as moving statistics): each replica writes its own component, and at the end of
-  the step all copies become equal: floats the weighted mean over replicas, everything else replica 0's value.
+  the step all copies become equal: floats the weighted mean over replicas, everything else replica 0's value. The states of
+  a stateful RNN are not made equal: each row of them belongs to one example of the replica's slice.
 
 ``ON_READ`` variables (metrics) are written locally and aggregated when read; a replica without examples writes nothing.
 """
@@ -86,7 +87,8 @@ class OnWrite(OnWritePolicy):
         if replica.writes_are_equal or replica.replicas == 1:
             return update_fn(component, value, **kwargs)
         if var.aggregation == _NONE:
-            replica.record_write(var)
+            if not replica.writes_are_own:
+                replica.record_write(var)
             return update_fn(component, value, **kwargs)
         context = tf.distribute.get_replica_context()
         if isinstance(context, TracedContext):
