@@ -68,7 +68,7 @@ def optimized(graph_def: Any, inputs: dict[str, tf.Tensor], outputs: list[str], 
     config.graph_options.rewrite_options.min_graph_nodes = -1
     # A second round takes as long as the first and finds a few percent of the nodes more.
     config.graph_options.rewrite_options.meta_optimizer_iterations = RewriterConfig.ONE
-    result = optimized_graph(config, metagraph)
+    result = optimized_graph(config, metagraph, device)
     return _with_outer_names(result, {v: k for k, v in stand_ins.items()}, device)
 
 

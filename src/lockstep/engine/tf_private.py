@@ -33,7 +33,12 @@ def check_version(version: str) -> None:
 check_version(tf.__version__)
 
 from tensorflow.core.framework import attr_value_pb2, graph_pb2  # noqa: E402
-from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2  # noqa: E402
+from tensorflow.core.protobuf import (  # noqa: E402
+    config_pb2,
+    device_properties_pb2,
+    meta_graph_pb2,
+    rewriter_config_pb2,
+)
 from tensorflow.python.autograph.core import ag_ctx  # noqa: E402
 from tensorflow.python.autograph.core import config as autograph_config  # noqa: E402
 from tensorflow.python.autograph.impl import api as autograph  # noqa: E402
@@ -55,7 +60,7 @@ from tensorflow.python.framework import (  # noqa: E402
     func_graph,
     ops,
 )
-from tensorflow.python.grappler import tf_optimizer  # noqa: E402
+from tensorflow.python.grappler import cluster, tf_optimizer  # noqa: E402
 from tensorflow.python.ops import handle_data_util  # noqa: E402
 from tensorflow.python.ops.control_flow_v2_func_graphs import (  # noqa: E402
     CondBranchFuncGraph,
@@ -159,9 +164,16 @@ def function_from_graph(name: str, graph: Any, attrs: dict[str, Any]) -> Any:
     return atomic_function.from_func_graph(name, graph, attrs)
 
 
-def optimized_graph(config: Any, metagraph: Any) -> Any:
-    """What TensorFlow's graph optimizer (grappler) makes of ``metagraph``; fetches are in its "train_op" collection."""
-    return tf_optimizer.OptimizeGraph(config, metagraph)
+def optimized_graph(config: Any, metagraph: Any, device: str) -> Any:
+    """What TensorFlow's graph optimizer (grappler) makes of ``metagraph``; fetches are in its "train_op" collection.
+
+    It is told of one CPU ``device`` of nominal speed. Asked to look for itself, it would start a session on every device of
+    the machine, GPUs included.
+    """
+    properties = device_properties_pb2.DeviceProperties(type="CPU", frequency=2000, num_cores=1)
+    devices = [device_properties_pb2.NamedDevice(name=device, properties=properties)]
+    known = cluster.Cluster(disable_detailed_stats=True, disable_timeline=True, devices=devices)
+    return tf_optimizer.OptimizeGraph(config, metagraph, verbose=False, cluster=known)
 
 
 @contextlib.contextmanager
