@@ -197,6 +197,39 @@ def test_variables_written_locally_become_equal(strategy: Any, graph: bool) -> N
     assert _local(strategy, count) == [1] * n
 
 
+FIRST_VALUES = {
+    "callable": lambda x: lambda: tf.zeros_like(0.0) + 5.0,
+    "tensor": lambda x: tf.constant(5.0),
+    "random": lambda x: lambda: tf.random.stateless_uniform((), (1, 2), 5.0, 5.001),
+    "from the step": lambda x: lambda: x * 0.0 + 5.0,
+}
+
+
+@pytest.mark.parametrize("first", FIRST_VALUES)
+def test_a_variable_made_in_the_step_starts_before_the_step_writes_it(strategy: Any, first: str) -> None:
+    values = strategy.experimental_distribute_values_from_function(lambda c: tf.constant(float(c.replica_id_in_sync_group)))
+    want = [5.0 + r for r in range(strategy.num_replicas_in_sync)]
+    # The order was a race, so once is not enough.
+    for _ in range(4):
+        made: list[tf.Variable] = []
+
+        def step(x: tf.Tensor, made: list[tf.Variable] = made) -> None:
+            if not made:
+                made.append(
+                    tf.Variable(
+                        FIRST_VALUES[first](x),
+                        trainable=False,
+                        synchronization=tf.VariableSynchronization.ON_READ,
+                        aggregation=tf.VariableAggregation.SUM,
+                    )
+                )
+            made[0].assign_add(x)
+
+        with strategy.scope():
+            tf.function(lambda x, step=step: strategy.run(step, (x,)))(values)
+        np.testing.assert_allclose(_local(strategy, made[0]), want, rtol=1e-3)
+
+
 def test_reduce_and_gather_of_uneven_slices(strategy: Any) -> None:
     slices = strategy.split(np.arange(10, dtype="float32").reshape(5, 2))
     np.testing.assert_allclose(strategy.reduce("SUM", slices, axis=0), [20.0, 25.0])

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine.context import Replica, TracedContext, current, masked
+from lockstep.engine.context import FallBack, Replica, TracedContext, current, masked
 from lockstep.engine.tf_private import (
     OnReadPolicy,
     OnWritePolicy,
@@ -35,14 +35,13 @@ _FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 def create(extended: Any, next_creator: Callable, **kwargs: Any) -> Any:
     """A variable with a component on every replica's device, all starting from replica 0's initial value."""
     kwargs.pop("colocate_with", None)
-    if not tf.executing_eagerly():
-        # A constant made in a graph: initialised at once, so that no copy's first value races with the step's first write.
-        value = tf.get_static_value(kwargs["initial_value"]) if tf.is_tensor(kwargs["initial_value"]) else None
-        if value is not None:
-            with tf.init_scope():
-                if tf.executing_eagerly():
-                    return create(extended, next_creator, **{**kwargs, "initial_value": value})
+    context = tf.distribute.get_replica_context()
+    if isinstance(context, TracedContext):
+        return _create_around(context.trace, extended, next_creator, kwargs)
+    return _create(extended, next_creator, kwargs)
 
+
+def _create(extended: Any, next_creator: Callable, kwargs: dict[str, Any]) -> Any:
     def create_components(**kwargs: Any) -> list[tf.Variable]:
         components: list[tf.Variable] = []
         for replica, device in enumerate(extended.devices):
@@ -64,6 +63,26 @@ def create(extended: Any, next_creator: Callable, **kwargs: Any) -> Any:
     for component in variable.values:
         component.handle._lockstep_variable = weakref.ref(variable)
     return variable
+
+
+def _create_around(trace: Any, extended: Any, next_creator: Callable, kwargs: dict[str, Any]) -> Any:
+    """A variable that a traced step makes: it gets its first value in the graph around the step, before the step runs.
+
+    In the trace, which stands for every replica, each replica would initialise all N copies, while others write theirs.
+    """
+    initial = kwargs["initial_value"]
+    if tf.is_tensor(initial):
+        constant = tf.get_static_value(initial)
+        if constant is None:
+            raise FallBack
+        kwargs["initial_value"] = lambda: tf.constant(constant, initial.dtype)
+    try:
+        with trace.graph.outer_graph.as_default():
+            return _create(extended, next_creator, kwargs)
+    except (TypeError, ValueError) as error:
+        if "out of scope" not in str(error) and "FuncGraph" not in str(error):
+            raise
+        raise FallBack from error  # The first value is computed from what the step computes.
 
 
 def variable_of(handle: tf.Tensor) -> Any | None:
