@@ -36,8 +36,8 @@ class Replica:
         self.replicas = replicas
         # The losses that Keras has computed in this replica so far, for check_finite.
         self.losses: list[Any] = []
-        # The same as Keras hands them to its loss metrics.
-        self.unscaled_losses: list[Any] = []
+        # Tensors that add up over replicas (see `shares`), by id.
+        self.shares: dict[int, Any] = {}
         self._exact_depth = 0
         self._own_depth = 0
 
@@ -50,6 +50,11 @@ class Replica:
     def active(self) -> Any | None:
         """Whether this replica has any example (bool scalar tensor); None where it always has."""
         return None
+
+    def record_share(self, x: Any) -> Any:
+        """Notes that ``x`` is this replica's share of a global value, and returns it."""
+        self.shares[id(x)] = x
+        return x
 
     def record_write(self, variable: Any) -> None:
         """Notes that the replica function wrote ``variable`` locally: the copies are made equal at the end of the step."""

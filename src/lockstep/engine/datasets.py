@@ -119,4 +119,5 @@ def _mapped(dataset: tf.data.Dataset, split: Callable[[Any], Any]) -> tf.data.Da
         # tf.data passes the parts of a plain tuple one by one, and everything else (named tuples too) whole.
         return split(element if isinstance(spec, tuple) and not hasattr(spec, "_make") else element[0])
 
-    return dataset.map(one, num_parallel_calls=1, deterministic=True).prefetch(2)
+    # One batch ahead hides the splitting. More would only be lost where a generator is read by one fit after the other.
+    return dataset.map(one).prefetch(1)

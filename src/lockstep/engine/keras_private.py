@@ -21,8 +21,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.losses import loss as losses
 
-from lockstep.engine import keras_steps
+from lockstep.engine import keras_steps, shares
 from lockstep.engine.context import current
 from lockstep.engine.keras_fingerprints import KNOWN, SUPPORTED
 from lockstep.engine.tf_private import DistributedVariable, ReduceOp
@@ -84,7 +85,7 @@ def _scale_loss(original: Callable) -> Callable:
         if replica is None:
             return original(value)
         replica.losses.append(value)
-        return value if replica.replicas == 1 else weighted(value, replica.fraction)
+        return value if replica.replicas == 1 else replica.record_share(weighted(value, replica.fraction))
 
     return scale_loss_for_distribution
 
@@ -94,22 +95,40 @@ def _unscale_loss(original: Callable) -> Callable:
         replica = current()
         if replica is None:
             return original(value)
-        if replica.replicas == 1:
+        if replica.replicas == 1 or value.shape.rank != 0:  # reduction=None: one loss per example, never scaled
             return value
-        loss = tf.math.divide_no_nan(value, tf.cast(replica.fraction, value.dtype))
-        replica.unscaled_losses.append(loss)
-        return loss
+        return tf.math.divide_no_nan(value, tf.cast(replica.fraction, value.dtype))
 
     return unscale_loss_for_distribution
+
+
+def _compute_loss(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replica = current()
+        before = len(replica.shares) if replica is not None else 0
+        loss = original(self, *args, **kwargs)
+        if replica is None or replica.replicas == 1 or not tf.is_tensor(loss) or loss.shape.rank != 0:
+            return loss
+        own = type(self).compute_loss is not keras.Model.compute_loss
+        if own and (not tf.executing_eagerly() or len(replica.shares) == before):
+            return shares.as_share(replica, loss)
+        return loss
+
+    return _compute_loss
 
 
 def _mean_update(original: Callable) -> Callable:
     @functools.wraps(original)
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> None:
         replica = current()
-        if sample_weight is None and replica is not None and any(values is loss for loss in replica.unscaled_losses):
-            # A loss counts once a batch on one device, so each slice's counts for its share.
-            sample_weight = replica.fraction
+        if replica is None or replica.replicas == 1:
+            return original(self, values, sample_weight)
+        if getattr(values, "shape", None) == ():
+            # A scalar counts once a batch on one device, so each slice's counts for its share.
+            if shares.is_share(replica, values):
+                values = tf.math.divide_no_nan(values, tf.cast(replica.fraction, values.dtype))
+            sample_weight = replica.fraction if sample_weight is None else sample_weight
         return original(self, values, sample_weight)
 
     return update_state
@@ -140,6 +159,9 @@ def _reduce_values(original: Callable) -> Callable:
     def reduce_values(values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
         loss = original(values, sample_weight, reduction)
         replica = current()
+        if tuple(values.shape) == () and reduction not in ("sum", "none", None):
+            # Computed by the user from the whole slice; Keras takes it as it is.
+            return losses.scale_loss_for_distribution(loss)
         by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None and len(values.shape) > 0
         if not by_weight or replica is None or replica.replicas == 1:
             return loss
@@ -147,7 +169,7 @@ def _reduce_values(original: Callable) -> Callable:
         weights: Any = sample_weight
         here = tf.reduce_sum(tf.cast(weights, loss.dtype))
         (everywhere,) = _sum_over_replicas([here])
-        return loss * tf.math.divide_no_nan(here, everywhere * tf.cast(replica.fraction, loss.dtype))
+        return replica.record_share(loss * tf.math.divide_no_nan(here, everywhere * tf.cast(replica.fraction, loss.dtype)))
 
     return reduce_values
 
@@ -204,6 +226,27 @@ def _all_reduce_sum_gradients(original: Callable) -> Callable:
     return all_reduce_sum_gradients
 
 
+# State that is a sum over replicas.
+
+
+def _add_of_all(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def add(self: Any, value: Any) -> Any:
+        replica, variable = current(), self._value
+        is_sum = (
+            isinstance(variable, DistributedVariable)
+            and variable.aggregation == tf.VariableAggregation.SUM
+            and variable.synchronization != tf.VariableSynchronization.ON_READ
+        )
+        if replica is None or replica.replicas == 1 or replica.writes_are_equal or not is_sum:
+            return original(self, value)
+        (total,) = _sum_over_replicas([tf.convert_to_tensor(value, variable.dtype)])
+        with replica.equal_writes():
+            return original(self, total)
+
+    return add
+
+
 # Randomness: replicas draw different numbers from the same seed state.
 
 _SEED_STRIDE = 1_000_003
@@ -239,7 +282,7 @@ _TRAINER = "keras.src.backend.tensorflow.trainer"
 SEAMS = (
     Seam("keras.src.losses.loss", "scale_loss_for_distribution", _scale_loss, "slices weigh b_r/b, not 1/N"),
     Seam("keras.src.losses.loss", "unscale_loss_for_distribution", _unscale_loss, "the inverse, for the loss metrics"),
-    Seam("keras.src.metrics.reduction_metrics", "Mean.update_state", _mean_update, "a slice's loss counts for its share"),
+    Seam("keras.src.metrics.reduction_metrics", "Mean.update_state", _mean_update, "a slice's scalar counts for its share"),
     Seam("keras.src.losses.loss", "apply_mask", _apply_mask, "a masked mean divides by the valid steps of all slices"),
     Seam("keras.src.losses.loss", "reduce_values", _reduce_values, "a weighted mean divides by the weights of all slices"),
     Seam("keras.src.optimizers.base_optimizer", "BaseOptimizer.apply", _apply, "clip and accumulate the summed gradient"),
@@ -252,6 +295,9 @@ SEAMS = (
         _all_reduce_sum_gradients,
         "gradients are summed already",
     ),
+    Seam("keras.src.trainers.trainer", "Trainer._compute_loss", _compute_loss, "a mean over the slice is made a share"),
+    Seam("keras.src.backend.common.variables", "Variable.assign_add", _add_of_all, "a sum would add the old value N times"),
+    Seam("keras.src.backend.common.variables", "Variable.assign_sub", _add_of_all, "likewise"),
     Seam("keras.src.random.seed_generator", "SeedGenerator.next", _next_seed, "dropout masks must differ between replicas"),
     Seam(
         "keras.src.layers.rnn.rnn", "RNN.call", _rnn_call, "a stateful RNN's states are rows of the slice, not to be averaged"

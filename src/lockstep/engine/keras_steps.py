@@ -7,9 +7,10 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from lockstep.engine import optimize
+from lockstep.engine import optimize, shares
 from lockstep.engine.context import Replica, TracedContext, current
 from lockstep.engine.emit import assert_finite
 from lockstep.engine.extended import Extended
@@ -32,7 +33,9 @@ def make_function(original: Callable) -> Callable:
         strategy: Any = self._distribute_strategy
         if not _is_lockstep(strategy) or strategy.num_replicas_in_sync == 1:
             return original(self, step_function)
-        step = StepFunction(step_function, xla=bool(self.jit_compile), after=lambda logs: global_logs(self, logs))
+        step = StepFunction(
+            _with_global_results(self, step_function), xla=bool(self.jit_compile), after=lambda logs: global_logs(self, logs)
+        )
         convert = self._autoconvert_optionals
 
         def compiled_once(function: Any) -> Callable:
@@ -125,7 +128,9 @@ def symbolic_build(original: Callable) -> Callable:
         if iterator is not None:
             data_batch = _replica_types(iterator._distributed_dataset.element_spec)
         data_batch = nest.map_structure(lambda v: v.values[0] if isinstance(v, DistributedValues) else v, data_batch)
-        with self._distribute_strategy.scope():
+        # A model that cannot be built this way (without a call(), say) makes its variables in its first step, as it does
+        # without a strategy.
+        with self._distribute_strategy.scope(), contextlib.suppress(RuntimeError):
             self._symbolic_build(data_batch=data_batch)
 
     return _maybe_symbolic_build
@@ -143,6 +148,22 @@ def _replica_types(element_spec: Any) -> Any:
     return nest.map_structure(one, element_spec)
 
 
+def _with_global_results(model: Any, step: Callable) -> Callable:
+    """``step`` with what it returns beside metrics reduced over replicas; Keras's own steps return metrics only."""
+    if getattr(step, "__func__", None) in (keras.Model.train_step, keras.Model.test_step):
+        return step
+
+    def replica_step(data: Any) -> Any:
+        logs = step(data)
+        replica = current()
+        if not isinstance(logs, dict) or replica is None:
+            return logs
+        metrics = model.get_metrics_result()
+        return {name: value if name in metrics else shares.reduced(replica, value) for name, value in logs.items()}
+
+    return replica_step
+
+
 def global_logs(model: Any, logs: Any) -> Any:
     """``logs`` with every metric over the global batch so far, instead of the mean of the replicas' own results."""
     if not isinstance(logs, dict):
@@ -158,7 +179,7 @@ def _own_rows(outputs: Any) -> Any:
     active = replica.active if replica is not None else None
     if active is None:
         return outputs
-    return nest.map_structure(lambda t: t[: tf.where(active, tf.shape(t)[0], 0)], outputs)
+    return nest.map_structure(lambda t: t[: tf.where(active, tf.shape(t)[0], 0)] if t.shape.rank != 0 else t, outputs)
 
 
 def check_finite(optimizer: Any, replica: Replica, grads: list[Any]) -> list[Any]:

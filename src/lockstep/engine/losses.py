@@ -23,10 +23,12 @@ def install() -> None:
     @functools.wraps(original)
     def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
         replica = current()
-        if global_batch_size is not None or replica is None or replica.active is None:
+        if replica is None or replica.replicas == 1:
             return original(per_example_loss, sample_weight, global_batch_size)
+        if global_batch_size is not None or replica.active is None:
+            return replica.record_share(original(per_example_loss, sample_weight, global_batch_size))
         size: Any = tf.shape(per_example_loss)[0]
         mean = original(per_example_loss, sample_weight, global_batch_size=size)
-        return mean * tf.cast(replica.fraction, mean.dtype)
+        return replica.record_share(mean * tf.cast(replica.fraction, mean.dtype))
 
     tf.nn.compute_average_loss = compute_average_loss

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from lockstep.errors import UnsupportedVersionError
@@ -230,6 +231,24 @@ class _Variable(DistributedVariable):
             return super()._get()
         with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
             return super()._get()
+
+    # What a tf.Variable can be turned into, outside of a graph.
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # what numpy() returns is a copy already
+        return np.asarray(self.numpy(), dtype)
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())
+
+    def __bool__(self) -> bool:
+        return bool(self.numpy())
 
 
 def regroup(per_replica: Sequence[Any], always_wrap: bool = False) -> Any:

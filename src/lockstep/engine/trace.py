@@ -177,7 +177,7 @@ class _Tracer:
             flat = [self._argument(j, values) for j, values in enumerate(leaves)]
             args, kwargs = nest.pack_sequence_as(structure, flat, expand_composites=True)
             with TracedContext(self._strategy, trace), _inlined(trace):
-                trace.outputs = fn(*args, **kwargs)
+                trace.outputs = nest.map_structure(_read, fn(*args, **kwargs))
                 self._finish(trace)
             trace.flat_outputs = [self._output(o, control) for o in nest.flatten(trace.outputs, expand_composites=True)]
         trace.must_run = list(control.ops_which_must_run)
@@ -237,6 +237,13 @@ def _common_type(*leaves: Any) -> Any:
     if common is None:
         raise FallBack
     return common
+
+
+def _read(output: Any) -> Any:
+    """A Keras variable that is returned (by a metric's result(), say) is returned as its value, as a tf.function would."""
+    if isinstance(output, (tf.Tensor, CompositeTensor)) or not is_graph_output(output):
+        return output
+    return tf.convert_to_tensor(output)
 
 
 def _same(a: Any, b: Any) -> bool:
