@@ -199,14 +199,14 @@ def test_check_finite_stops_before_the_update(eager: bool) -> None:
         np.testing.assert_array_equal(copies[0], copies[1])
 
 
-def test_exchange_inside_a_branch() -> None:
+def test_exchange_inside_a_loop() -> None:
     strategy = lockstep.MirroredStrategy(devices(2))
 
     def step(x: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
-        return tf.cond(tf.reduce_sum(x) > 0, lambda: context.all_reduce("SUM", x), lambda: x)
+        return tf.while_loop(lambda x: tf.reduce_sum(x) < 10.0, lambda x: (context.all_reduce("SUM", x),), [x])[0]
 
-    with pytest.raises(lockstep.errors.UnsupportedError, match="Reduce before the branch"):
+    with pytest.raises(lockstep.errors.UnsupportedError, match="Reduce after the loop"):
         tf.function(lambda: strategy.run(step, (strategy.split(X[:2]),)))()
 
 

@@ -56,8 +56,13 @@ class Replica:
         self.shares[id(x)] = x
         return x
 
-    def record_write(self, variable: Any) -> None:
-        """Notes that the replica function wrote ``variable`` locally: the copies are made equal at the end of the step."""
+    def record_write(self, variable: Any, added: bool = False) -> None:
+        """Notes that the replica function wrote ``variable`` locally: the copies are made equal at the end of the step.
+
+        Args:
+          variable: a mirrored variable.
+          added: whether it was written by adding to it.
+        """
 
     @property
     def writes_are_equal(self) -> bool:
@@ -88,10 +93,19 @@ class Replica:
             self._exact_depth -= 1
 
 
+# The variables that a step has written locally, by id, and whether by adding to them.
+Written = dict[int, tuple[Any, bool]]
+
+
+def _record(written: Written, variable: Any, added: bool) -> None:
+    _, before = written.get(id(variable), (variable, False))
+    written[id(variable)] = variable, added or before
+
+
 class ThreadReplica(Replica):
     """One replica among N that run in a Python thread each (eager mode, or a function with merge_call)."""
 
-    def __init__(self, replicas: int, replica: int, weights: Weights | None, written: dict[int, Any]):
+    def __init__(self, replicas: int, replica: int, weights: Weights | None, written: Written):
         super().__init__(replicas)
         self._replica, self._weights, self._written = replica, weights, written
 
@@ -103,8 +117,8 @@ class ThreadReplica(Replica):
     def active(self) -> Any | None:
         return self._weights.active[self._replica] if self._weights else None
 
-    def record_write(self, variable: Any) -> None:
-        self._written[id(variable)] = variable
+    def record_write(self, variable: Any, added: bool = False) -> None:
+        _record(self._written, variable, added)
 
 
 class SoleContext(ReplicaContext):
@@ -171,14 +185,14 @@ class TracedContext(ReplicaContext):
     def _exchange(self, op: ReduceOp, xs: list[Any]) -> list[Any]:
         xs = self.lockstep.masked([_as_value(x) for x in xs])
         graph = default_graph()
-        if graph is self.trace.graph:
+        if self.trace.can_exchange_in(graph):
             return [self.trace.mark_reduce(op, x) for x in xs]
         if not self.trace.inside_control_flow(graph):
             raise NeedsInlining
         raise UnsupportedError(
-            "An all-reduce inside a tf.cond or tf.while_loop of a replica function is not possible yet: replicas could take "
-            f"different branches. Received: all_reduce of {len(xs)} tensor(s), the first of shape {xs[0].shape}. "
-            "Allowed: outside of branches and loops. Reduce before the branch, or put the loop around strategy.run."
+            "An all-reduce inside a tf.while_loop of a replica function is not possible: replicas could go round a different "
+            f"number of times. Received: all_reduce of {len(xs)} tensor(s), the first of shape {xs[0].shape}. "
+            "Allowed: outside of loops, also in a tf.cond. Reduce after the loop, or put the loop around strategy.run."
         )
 
 
@@ -197,8 +211,8 @@ class TracedReplica(Replica):
     def active(self) -> Any | None:
         return self._trace.visible(self._trace.active) if self._trace.weighted else None
 
-    def record_write(self, variable: Any) -> None:
-        self._trace.written[id(variable)] = variable
+    def record_write(self, variable: Any, added: bool = False) -> None:
+        _record(self._trace.written, variable, added)
 
     def masked(self, xs: list[Any]) -> list[Any]:
         """``xs``, or zeros on a replica without examples. A branch, not a product: nothing is copied, and NaN does not leak."""

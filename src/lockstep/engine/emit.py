@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +18,19 @@ from lockstep.engine.tf_private import (
     nest,
     select_replica,
 )
-from lockstep.engine.trace import Mark, Trace, is_graph_output
+from lockstep.engine.trace import Mark, Region, Trace, is_graph_output
 from lockstep.engine.variables import variable_of
 from lockstep.engine.weights import Weights
 
 _NOT_FINITE = (
     "lockstep: the loss or a gradient is not finite (check_finite=True). No replica was updated. "
     "Look for a learning rate that is too large, a log or division of 0, or bad input in this replica's slice:"
+)
+
+_NOT_ONE_WAY = (
+    "lockstep: replicas meet in a tf.cond (an all_reduce or an optimizer's apply is in it), so all of them must choose the "
+    "same branch. Make the condition of something that is equal on all replicas, such as optimizer.iterations, or all-reduce "
+    "it first. The replicas chose:"
 )
 
 # Name of a tensor in the trace -> one replica's tensor in the step.
@@ -43,20 +50,54 @@ def emit(extended: Any, trace: Trace, arguments: Any, weights: Weights | None, x
     Returns:
       Per replica, what the replica function returns there.
     """
-    stages = cut(trace, extended.devices, xla)
+    stages = cut(trace.region, extended.devices, xla)
     # The runtime keeps functions alive only as long as the graphs that own them.
     default_graph()._lockstep_traces = [*getattr(default_graph(), "_lockstep_traces", []), (trace, stages)]
 
     def place() -> list[Any]:
         bindings = [_bind(extended, trace, arguments, weights, r) for r in range(extended.replicas)]
-        before: list[list[tf.Operation]] = [[] for _ in bindings]
-        for stage in stages:
-            calls = [_call(extended, stage, bindings[r], r, before[r], xla) for r in range(extended.replicas)]
-            checks = _exchange(extended, stage.marks, bindings)
-            before = [[call, *checks] for call in calls]
+        _place(extended, stages, bindings, xla)
         return [_results(trace, bound) for bound in bindings]
 
-    return optimize.once(place) if all(stage.is_optimized for stage in stages) else place()
+    return optimize.once(place) if all(stage.all_optimized for stage in stages) else place()
+
+
+def _place(extended: Any, stages: list[Stage], bindings: list[Bindings], xla: bool) -> None:
+    """Adds ``stages`` on all replicas, with the exchanges between them, and binds what they give."""
+    before: list[list[tf.Operation]] = [[] for _ in bindings]
+    for stage in stages:
+        if stage.does_nothing:
+            calls = before
+        else:
+            calls = [[_call(extended, stage, bindings[r], r, before[r], xla)] for r in range(len(bindings))]
+        done = _exchange(extended, stage.marks, bindings)
+        every = [op for ops in calls for op in ops]
+        done += [_branch(extended, m, stage.branches[m.op], bindings, every, xla) for m in stage.marks if m.branches]
+        before = [[*ops, *done] for ops in calls]
+
+
+def _branch(
+    extended: Any, mark: Mark, branches: list[list[Stage]], bindings: list[Bindings], before: list[tf.Operation], xla: bool
+) -> tf.Operation:
+    """All replicas go through the branch that replica 0 chooses, after checking that the others choose the same."""
+    choices = tf.stack([bound[mark.inputs[0].name] for bound in bindings])
+
+    def through(region: Region, stages: list[Stage]) -> Any:
+        taken = zip(region.inputs, mark.inputs[1:], strict=True)
+        names = [(inner.name, outer.name) for inner, outer in taken]
+        inside = [{inner: bound[outer] for inner, outer in names} for bound in bindings]
+        _place(extended, stages, inside, xla)
+        return [tf.constant(True), [[bound[o.name] for o in region.outputs] for bound in inside]]
+
+    with tf.control_dependencies([*before, tf.debugging.Assert(tf.reduce_all(choices == choices[0]), [_NOT_ONE_WAY, choices])]):
+        choice = tf.identity(choices[0])
+    ways = [functools.partial(through, region, stages) for region, stages in zip(mark.branches, branches, strict=True)]
+    done, results = tf.cond(choice, *ways)
+    for bound, values in zip(bindings, results, strict=True):
+        for output, value in zip(mark.outputs, values, strict=True):
+            value.set_shape(output.shape)
+            bound[output.name] = value
+    return done.op
 
 
 def _bind(extended: Any, trace: Trace, arguments: Any, weights: Weights | None, replica: int) -> Bindings:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engine import datasets, replicas, values, variables
-from lockstep.engine.context import SoleContext, ThreadReplica, TracedContext, TracedReplica, current
+from lockstep.engine.context import SoleContext, ThreadReplica, TracedContext, TracedReplica, Written, current
 from lockstep.engine.exchange import choose
 from lockstep.engine.tf_private import (
     DistributedVariable,
@@ -47,7 +47,7 @@ class Extended(StrategyExtended):
         self.check_finite = check_finite
         self._default_device = None
         self._runs = threading.local()
-        self._thread_runs: list[tuple[Weights | None, dict[int, Any]]] = []
+        self._thread_runs: list[tuple[Weights | None, Written]] = []
 
     @property
     def container(self) -> Any:
@@ -198,9 +198,9 @@ class Extended(StrategyExtended):
         return replicas.run(self, fn, args, kwargs or {}, **getattr(self._runs, "options", {}))
 
     @contextlib.contextmanager
-    def thread_run(self, weights: Weights | None) -> Iterator[dict[int, Any]]:
+    def thread_run(self, weights: Weights | None) -> Iterator[Written]:
         """For the time that replicas run in threads: their weights, and the variables that they write."""
-        written: dict[int, Any] = {}
+        written: Written = {}
         self._thread_runs.append((weights, written))
         try:
             yield written

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from lockstep.engine import optimize, seeds
 from lockstep.engine.tf_private import FuncGraph, GraphDef, copy_handle_data, function_from_graph
-from lockstep.engine.trace import Mark, Trace, is_graph_output
+from lockstep.engine.trace import Mark, Region
 
 _function_ids = itertools.count()
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "Identity", "NoOp"})
@@ -57,7 +57,9 @@ class Stage:
       is_inlined: whether the runtime is to take the calls apart. A call left whole starts sooner, but an error in it would
         cancel what other devices wait for before it is reported, and the user would see "RecvAsync is cancelled" instead.
         So only stages in which nothing can go wrong are called whole, which is what most optimizers' updates are.
+      does_nothing: whether it has neither outputs nor side effects.
       marks: the exchange that follows the stage.
+      branches: of each "cond" among the marks, by its op, the stages of both branches.
     """
 
     inputs: list[str]
@@ -67,7 +69,15 @@ class Stage:
     functions: list[Any]
     is_optimized: bool
     is_inlined: bool
+    does_nothing: bool
     marks: list[Mark] = field(default_factory=list)
+    branches: dict[str, list[list[Stage]]] = field(default_factory=dict)
+
+    @property
+    def all_optimized(self) -> bool:
+        """Whether the graph optimizer has seen this stage, and those of the branches that follow."""
+        inside = [stage for stages in self.branches.values() for stage in itertools.chain.from_iterable(stages)]
+        return self.is_optimized and all(stage.all_optimized for stage in inside)
 
     def for_replica(self, replica: int) -> tuple[Any, Any]:
         """(graph, function) that replica runs."""
@@ -75,15 +85,15 @@ class Stage:
         return self.graphs[index], self.functions[index]
 
 
-def cut(trace: Trace, devices: tuple[str, ...], xla: bool) -> list[Stage]:
-    """The stages of ``trace``, in order; the last has no marks after it.
+def cut(region: Region, devices: tuple[str, ...], xla: bool) -> list[Stage]:
+    """The stages of ``region``, in order; the last has no marks after it.
 
     Args:
-      trace: a complete trace.
+      region: of a complete trace.
       devices: the replicas' devices; on CPU devices the functions are optimized here, once for all replicas.
       xla: whether the stages will be compiled by XLA, which does its own optimizing.
     """
-    return _Cutter(trace, devices, xla).cut()
+    return _Cutter(region, devices, xla).cut()
 
 
 def _used(placeholders: dict[str, tf.Tensor], graph_def: Any) -> dict[str, tf.Tensor]:
@@ -112,14 +122,14 @@ def _in_order(ops: list[tf.Operation], producers: Callable[[tf.Operation], list[
 
 
 class _Cutter:
-    def __init__(self, trace: Trace, devices: tuple[str, ...], xla: bool):
-        self._trace, self._devices, self._xla = trace, devices, xla
+    def __init__(self, region: Region, devices: tuple[str, ...], xla: bool):
+        self._region, self._devices, self._xla = region, devices, xla
         # Automatic control dependencies keep every stateful op, reads included; a read matters only to who uses it.
-        self._must_run = [op for op in trace.must_run if op.type not in _READS]
-        self._inputs = {t.op.name for t in self._external_inputs()}
-        self._mark_of = {y.op.name: mark for mark in trace.marks for y in mark.outputs}
-        self._ops = _in_order(trace.graph.get_operations(), self._producers)
-        self._graph_def = trace.graph.as_graph_def()
+        self._mark_of = {name: mark for mark in region.marks for name in mark.ops}
+        self._must_run = [op for op in region.must_run if op.type not in _READS and op.name not in self._mark_of]
+        self._inputs = {t.op.name for t in region.inputs}
+        self._ops = _in_order(region.graph.get_operations(), self._producers)
+        self._graph_def = region.graph.as_graph_def()
         self._nodes = {node.name: node for node in self._graph_def.node}
 
     def _producers(self, op: tf.Operation) -> list[tf.Operation]:
@@ -136,14 +146,12 @@ class _Cutter:
                 members[stage_of[op.name]].append(op)
         needed, given = self._boundaries(members, stage_of)
         stages = [self._build(members[k], needed[k], given[k]) for k in range(count)]
-        for mark in self._trace.marks:
-            stages[max(stage_of[x.op.name] for x in mark.inputs)].marks.append(mark)
+        for mark in self._region.marks:
+            stage = stages[min(stage_of[name] for name in mark.ops) - 1]
+            stage.marks.append(mark)
+            if mark.branches:
+                stage.branches[mark.op] = [cut(branch, self._devices, self._xla) for branch in mark.branches]
         return stages
-
-    def _external_inputs(self) -> list[tf.Tensor]:
-        trace = self._trace
-        internal = [inner for _, inner in trace.graph.captures]
-        return [trace.replica_id, trace.fraction, trace.active, *(p for _, p in trace.arguments), *internal]
 
     def _assign(self) -> tuple[dict[str, int], int]:
         """The stage of every op: as early as its inputs allow, then as late as its consumers allow.
@@ -160,8 +168,8 @@ class _Cutter:
 
     def _sink(self, early: dict[str, int]) -> dict[str, int]:
         pinned = {op.name for op in self._must_run}
-        pinned |= {o.op.name for o in self._trace.flat_outputs if is_graph_output(o)}
-        pinned |= {x.op.name for mark in self._trace.marks for x in mark.inputs}
+        pinned |= {o.op.name for o in self._region.outputs}
+        pinned |= {x.op.name for mark in self._region.marks for x in mark.inputs}
         pinned |= set(self._mark_of) | self._inputs
         late = dict(early)
         consumers: dict[str, list[str]] = defaultdict(list)
@@ -190,8 +198,7 @@ class _Cutter:
                 elif stage_of[producer] < k and tensor.op.type != "Const":
                     needed[k][tensor.name] = tensor
                     given[stage_of[producer]][tensor.name] = tensor
-        results = [o for o in self._trace.flat_outputs if is_graph_output(o)]
-        for tensor in [*results, *(x for mark in self._trace.marks for x in mark.inputs)]:
+        for tensor in [*self._region.outputs, *(x for mark in self._region.marks for x in mark.inputs)]:
             if tensor.op.name not in outside:
                 given[stage_of[tensor.op.name]][tensor.name] = tensor
         return needed, given
@@ -217,7 +224,8 @@ class _Cutter:
         attributes = {} if is_inlined else {"_noinline": True}
         functions = [function_from_graph(f"__lockstep_{next(_function_ids)}", g, attributes) for g in graphs]
         dtypes = [t.dtype for t in given.values()]
-        return Stage(list(needed), list(given), dtypes, graphs, functions, is_optimized, is_inlined)
+        does_nothing = not given and not must_run
+        return Stage(list(needed), list(given), dtypes, graphs, functions, is_optimized, is_inlined, does_nothing)
 
     def _graph(self, graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[str], must_run: list[str]) -> tuple[Any, bool]:
         """A FuncGraph of ``graph_def`` from ``needed`` to ``outputs``, and whether it is optimized."""

@@ -91,6 +91,7 @@ OwnedIterator = iterator_ops.OwnedIterator
 DistributedDatasetInterface = distribute_types.DistributedDatasetInterface
 DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
 
+BranchGraph = CondBranchFuncGraph
 ControlFlowGraph = (CondBranchFuncGraph, WhileBodyFuncGraph, WhileCondFuncGraph)
 
 AttrValue, NameAttrList, GraphDef = attr_value_pb2.AttrValue, attr_value_pb2.NameAttrList, graph_pb2.GraphDef

@@ -9,14 +9,16 @@ the marks.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine.context import FallBack, NeedsInlining, TracedContext
+from lockstep.engine.context import FallBack, NeedsInlining, TracedContext, Written
 from lockstep.engine.tf_private import (
+    BranchGraph,
     CompositeTensor,
     ControlDependencies,
     ControlFlowGraph,
@@ -39,9 +41,12 @@ class Mark:
 
     Attributes:
       kind: "sum", "mean", "first" (replica 0's value for all), "gather" (along ``axis``), "rows" (IndexedSlices, summed
-        or averaged by joining their rows) or "check" (stop unless all replicas hand in True).
+        or averaged by joining their rows), "check" (stop unless all replicas hand in True) or "cond" (all replicas go
+        through one of two branches, in which there are marks; the first input says through which).
       inputs: what each replica hands in.
       outputs: what each gets back.
+      ops: the names of the ops that the outputs belong to.
+      branches: of a cond, what is done if True and if False.
     """
 
     kind: str
@@ -49,6 +54,31 @@ class Mark:
     outputs: tuple[tf.Tensor, ...]
     axis: int = 0
     mean: bool = False
+    op: str = ""
+    branches: tuple[Region, ...] = ()
+
+    @property
+    def ops(self) -> set[str]:
+        return {self.op} if self.op else {output.op.name for output in self.outputs}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A graph with marks: that of the whole replica function, or of a branch in it.
+
+    Attributes:
+      graph: the graph.
+      inputs: its tensors that come from outside.
+      outputs: its tensors that are returned.
+      must_run: the ops whose side effects count.
+      marks: where replicas exchange values.
+    """
+
+    graph: Any
+    inputs: list[tf.Tensor]
+    outputs: list[tf.Tensor]
+    must_run: list[tf.Operation]
+    marks: list[Mark]
 
 
 @dataclass
@@ -63,8 +93,8 @@ class Trace:
     fraction: Any = None
     active: Any = None
     arguments: list[tuple[int, tf.Tensor]] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
-    written: dict[int, Any] = field(default_factory=dict)
+    marks_in: dict[Any, list[Mark]] = field(default_factory=lambda: defaultdict(list))
+    written: Written = field(default_factory=dict)
     outputs: Any = None
     flat_outputs: list[Any] = field(default_factory=list)
     must_run: list[tf.Operation] = field(default_factory=list)
@@ -84,6 +114,34 @@ class Trace:
             graph = graph.outer_graph
         return True
 
+    def can_exchange_in(self, graph: Any) -> bool:
+        """Whether replicas can meet in ``graph``: the traced function itself, or a tf.cond's branch (but no loop) in it."""
+        while graph is not self.graph:
+            if not isinstance(graph, BranchGraph):
+                return False
+            graph = graph.outer_graph
+        return True
+
+    @property
+    def region(self) -> Region:
+        """The whole function."""
+        captured = [inner for _, inner in self.graph.captures]
+        own = [self.replica_id, self.fraction, self.active, *(p for _, p in self.arguments), *captured]
+        outputs = [o for o in self.flat_outputs if is_graph_output(o)]
+        return Region(self.graph, own, outputs, self.must_run, self._marks(self.graph))
+
+    def _marks(self, graph: Any) -> list[Mark]:
+        """The marks of ``graph``; a tf.cond with marks in its branches is one as well."""
+        marks = list(self.marks_in[graph])
+        for op in graph.get_operations():
+            if op.type not in ("If", "StatelessIf"):
+                continue
+            inside = [(branch, self._marks(branch)) for branch in (op._true_graph, op._false_graph)]
+            if any(found for _, found in inside):
+                branches = [Region(b, b.inputs, b.outputs, b.control_outputs, found) for b, found in inside]
+                marks.append(Mark("cond", tuple(op.inputs), tuple(op.outputs), op=op.name, branches=tuple(branches)))
+        return marks
+
     def mark_reduce(self, op: ReduceOp, x: Any) -> Any:
         mean = op == ReduceOp.MEAN
         if isinstance(x, tf.IndexedSlices):
@@ -97,8 +155,9 @@ class Trace:
 
     def mark_gather(self, x: tf.Tensor, axis: int) -> tf.Tensor:
         with self._cut():
+            x = _here(x)
             whole = _open(x, [None] * x.shape.rank if x.shape.rank is not None else None)
-        self.marks.append(Mark("gather", (x,), (whole,), axis=axis))
+        self._add(Mark("gather", (x,), (whole,), axis=axis))
         return whole
 
     def mark_check(self, finite: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
@@ -108,25 +167,35 @@ class Trace:
     def _mark_same_shape(self, kind: str, x: tf.Tensor, *more: tf.Tensor) -> tf.Tensor:
         """A mark that gives back a tensor like ``x``; ``more`` is handed in beside it."""
         with self._cut():
+            x = _here(x)
             y = tf.identity(x, name="exchanged")
-        self.marks.append(Mark(kind, (x, *more), (y,)))
+        self._add(Mark(kind, (x, *(_here(other) for other in more)), (y,)))
         return y
 
     def _mark_rows(self, kind: str, x: tf.IndexedSlices, mean: bool = False) -> tf.IndexedSlices:
         """A mark that gives back other rows for a replica's own: as many as the exchange makes of them."""
         with self._cut():
-            values = _open(x.values, [None, *x.values.shape[1:].as_list()])
-            indices = _open(x.indices, [None])
-        self.marks.append(Mark(kind, (x.values, x.indices), (values, indices), mean=mean))
+            own_values, own_indices = _here(x.values), _here(x.indices)
+            values = _open(own_values, [None, *x.values.shape[1:].as_list()])
+            indices = _open(own_indices, [None])
+        self._add(Mark(kind, (own_values, own_indices), (values, indices), mean=mean))
         return tf.IndexedSlices(values, indices, x.dense_shape)
+
+    def _add(self, mark: Mark) -> None:
+        self.marks_in[default_graph()].append(mark)
 
     @contextlib.contextmanager
     def _cut(self) -> Iterator[None]:
         """Where a mark's outputs are made: in the traced graph itself, on no device, waiting for nothing but the inputs."""
-        if default_graph() is not self.graph:
+        if not self.can_exchange_in(default_graph()):
             raise FallBack if self.inline else NeedsInlining
         with tf.device(None), tf.control_dependencies(None):
             yield
+
+
+def _here(x: tf.Tensor) -> tf.Tensor:
+    """``x`` as a tensor of the current graph, which may be a branch that takes it from outside."""
+    return default_graph().capture(x)
 
 
 def _open(x: tf.Tensor, shape: Any) -> tf.Tensor:

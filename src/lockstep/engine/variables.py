@@ -5,8 +5,10 @@ Reads in a replica see its own component. Writes by aggregation:
 - ``SUM``, ``MEAN``: the value is exchanged, then every replica writes the result (a mean is weighted by the slices' sizes).
 - ``ONLY_FIRST_REPLICA``: replica 0's value is written everywhere.
 - ``NONE`` (what layers use for state such as moving statistics): each replica writes its own component, and at the end of
-  the step all copies become equal: floats the weighted mean over replicas, everything else replica 0's value. The states of
-  a stateful RNN are not made equal: each row of them belongs to one example of the replica's slice.
+  the step all copies become equal: floats the weighted mean over replicas, everything else replica 0's value. A float that
+  is written with ``assign_add`` or ``assign_sub`` becomes the plain mean: N times it, which is what an all-reduce of it
+  gives, is then the sum of what replicas have added, as gradients accumulated by hand must be. The states of a stateful RNN
+  are not made equal: each row of them belongs to one example of the replica's slice.
 
 ``ON_READ`` variables (metrics) are written locally and aggregated when read; a replica without examples writes nothing.
 """
@@ -98,6 +100,14 @@ def _initial_value_of(first: tf.Variable) -> Any:
 class OnWrite(OnWritePolicy):
     """Writes keep the copies equal."""
 
+    def assign_add(self, var: Any, value: Any, **kwargs: Any) -> Any:
+        _record_adding(var)
+        return super().assign_add(var, value, **kwargs)
+
+    def assign_sub(self, var: Any, value: Any, **kwargs: Any) -> Any:
+        _record_adding(var)
+        return super().assign_sub(var, value, **kwargs)
+
     def _update_replica(self, var: Any, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         replica = current()
         if replica is None:
@@ -111,8 +121,16 @@ class OnWrite(OnWritePolicy):
             return update_fn(component, value, **kwargs)
         context = tf.distribute.get_replica_context()
         if isinstance(context, TracedContext):
+            if not isinstance(value, tf.IndexedSlices):
+                value = _tensor(value, var)
             return update_fn(component, _aggregated(context, replica, var.aggregation, value), **kwargs)
         return super()._update_replica(var, update_fn, value, **kwargs)
+
+
+def _record_adding(var: Any) -> None:
+    replica = current()
+    if replica is not None and var.aggregation == _NONE and not replica.writes_are_equal and not replica.writes_are_own:
+        replica.record_write(var, added=True)
 
 
 class OnRead(OnReadPolicy):
@@ -147,8 +165,6 @@ def _aggregated(context: TracedContext, replica: Replica, aggregation: Any, valu
     """``value`` as all replicas together write it."""
     if aggregation == _FIRST:
         return context.trace.mark_first(value)
-    if not isinstance(value, tf.IndexedSlices):
-        value = tf.convert_to_tensor(value)
     if aggregation == tf.VariableAggregation.SUM or replica.active is None:
         op = ReduceOp.SUM if aggregation == tf.VariableAggregation.SUM else ReduceOp.MEAN
         return context.all_reduce(op, value)
@@ -172,29 +188,33 @@ def make_equal_in_trace(trace: Any) -> None:
     replica = current()
     assert replica is not None
     with replica.equal_writes():
-        for variable in list(trace.written.values()):
+        for variable, added in list(trace.written.values()):
             component = variable._get_replica(0)
             value = component.read_value()
-            if _is_averaged(variable):
+            if not _is_averaged(variable):
+                value = trace.mark_first(value)
+            elif added:
+                value = trace.mark_reduce(ReduceOp.MEAN, value)
+            else:
                 (share,) = masked([weighted(value, replica.fraction)], replica.active)
                 value = trace.mark_reduce(ReduceOp.SUM, share)
-            else:
-                value = trace.mark_first(value)
             component.assign(tf.ensure_shape(value, variable.shape), read_value=False)
 
 
-def make_equal(extended: Any, written: Iterable[Any], weights: Any) -> None:
+def make_equal(extended: Any, written: Iterable[tuple[Any, bool]], weights: Any) -> None:
     """The same after replicas ran in threads, in cross-replica context."""
-    fractions = weights.fractions if weights else [1.0 / extended.replicas] * extended.replicas
-    for variable in written:
+    for variable, added in written:
         values = [component.read_value() for component in variable.values]
-        if _is_averaged(variable):
-            shares = [weighted(v, f) for v, f in zip(values, fractions, strict=True)]
-            if weights is not None:
-                shares = [masked([s], a)[0] for s, a in zip(shares, weights.active, strict=True)]
-            result = extended.exchange.reduce([shares], [False])[0]
-        else:
-            result = values[0]
+        result = _equal(extended, values, added, weights) if _is_averaged(variable) else values[0]
         for component, device in zip(variable.values, extended.devices, strict=True):
             with tf.device(device):
                 component.assign(result, read_value=False)
+
+
+def _equal(extended: Any, values: list[tf.Tensor], added: bool, weights: Any) -> tf.Tensor:
+    """The mean of ``values``, by examples unless ``added``."""
+    if added or weights is None:
+        return extended.exchange.reduce([values], [True])[0]
+    shares = [weighted(v, f) for v, f in zip(values, weights.fractions, strict=True)]
+    shares = [masked([s], a)[0] for s, a in zip(shares, weights.active, strict=True)]
+    return extended.exchange.reduce([shares], [False])[0]

@@ -120,7 +120,7 @@ def _batch_positions(arguments: Any) -> set[int]:
 def _computed_from(trace: Any, positions: set[int]) -> set[str]:
     """The names of the ops whose values come from the arguments at ``positions``, other than by way of an exchange."""
     computed = {placeholder.op.name for position, placeholder in trace.arguments if position in positions}
-    exchanged = {output.op.name for mark in trace.marks for output in mark.outputs}
+    exchanged = {name for mark in trace.region.marks for name in mark.ops}
     for op in trace.graph.get_operations():
         if op.name not in exchanged and any(x.op.name in computed for x in op.inputs):
             computed.add(op.name)
