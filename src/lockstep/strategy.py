@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lockstep.engine import devices as devices_
 from lockstep.engine import feed, keras_private, losses
-from lockstep.engine.extended import Extended
+from lockstep.engine.extended import Extended, Options
 from lockstep.engine.replicas import StepFunction
 from lockstep.engine.tf_private import DistributedValues, nest
 from lockstep.engine.weights import find_slices
@@ -28,14 +28,23 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         none, logical CPU devices.
       cross_device_ops: how gradients are exchanged: None, ``tf.distribute.HierarchicalCopyAllReduce()`` (each tensor
         reduced on one device, spread over all) or ``tf.distribute.ReductionToOneDevice()``.
-      replicas: how many replicas, instead of ``devices``: the first GPUs, or that many logical CPU devices (default one), which
+      replicas: how many devices, instead of naming them: the first GPUs, or that many logical CPU devices (default one), which
         are created before TensorFlow starts, with threads shared out between them.
+      logical_replicas: train as this many replicas, whatever the number of devices, of which it must be a multiple: each
+        device computes its share of the slices. The slices, dropout masks and the order of sums depend on this number alone, so
+        that losses and weights are bit-identical on any number of devices of one kind. Each replica keeps a copy of the
+        variables, so a device holds several. (Compare EasyScale, Li et al. 2022, arXiv 2208.14228.)
       check_finite: stop with ``tf.errors.InvalidArgumentError``, naming replica and step, before an update whose loss
         or gradients are not finite.
+      sync_batch_norm: treat every ``keras.layers.BatchNormalization`` as if it were made with ``synchronized=True``: it
+        normalises with the statistics of the global batch, as on one device, instead of those of each slice.
+      exchange_dtype: "bfloat16" or "float16": what a Keras optimizer's gradients are rounded to for the exchange, which
+        halves the bytes. They are summed in float32. Default: the gradients' own dtype, which loses nothing.
 
     Raises:
-      DeviceError: unknown, repeated, mixed or too few devices.
+      DeviceError: unknown, repeated, mixed or too few devices, or logical replicas that are no multiple of them.
       TooLateError: CPU devices would have to be created after TensorFlow has started.
+      ValueError: another ``exchange_dtype``, or an unknown exchange.
       UnsupportedVersionError: TensorFlow or Keras is a version whose internals are not known.
 
     >>> import keras, numpy as np
@@ -56,13 +65,17 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         cross_device_ops: Any = None,
         *,
         replicas: int | None = None,
+        logical_replicas: int | None = None,
         check_finite: bool = False,
+        sync_batch_norm: bool = False,
+        exchange_dtype: Any = None,
     ):
+        options = Options(check_finite, sync_batch_norm, _exchange_dtype(exchange_dtype))
         keras_private.install()
         losses.install()
-        names = devices_.resolve(devices, replicas)
+        names = devices_.resolve(devices, replicas, logical_replicas)
         # Not MirroredStrategy's own constructor, which would build TensorFlow's engine.
-        tf.distribute.Strategy.__init__(self, Extended(self, names, cross_device_ops, check_finite))
+        tf.distribute.Strategy.__init__(self, Extended(self, names, cross_device_ops, options))
         self._warned_undistributed = False
         self._inside_library = 0
 
@@ -164,6 +177,22 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
             UserWarning,
             stacklevel=3,
         )
+
+
+def _exchange_dtype(dtype: Any) -> tf.DType | None:
+    allowed = (tf.bfloat16, tf.float16, tf.float32)
+    if dtype is None:
+        return None
+    try:
+        known = tf.as_dtype(dtype)
+    except TypeError:
+        known = None
+    if known not in allowed:
+        raise ValueError(
+            f"Gradients cannot be exchanged in this dtype. Received: exchange_dtype={dtype!r}. "
+            "Allowed: 'bfloat16', 'float16', 'float32', or None for the gradients' own. Leave it out where bytes do not matter."
+        )
+    return known
 
 
 def _has_per_replica(structure: Any) -> bool:

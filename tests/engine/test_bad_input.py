@@ -34,6 +34,10 @@ def _model() -> keras.Model:
         ({"devices": ["CPU:0"], "replicas": 1}, ["not both", "Leave out"]),
         ({"replicas": 0}, ["positive integer", "replicas=0"]),
         ({"replicas": True}, ["positive integer"]),
+        ({"devices": ["CPU:0", "CPU:1", "CPU:2"], "logical_replicas": 8}, ["a multiple of 3", "1, 2, 4 or 8 devices"]),
+        ({"devices": ["CPU:0", "CPU:1"], "logical_replicas": 1}, ["logical_replicas=1 for 2 devices", "use 1 devices"]),
+        ({"logical_replicas": 0}, ["positive integer", "logical_replicas=0"]),
+        ({"logical_replicas": -8}, ["positive integer", "logical_replicas=-8"]),
     ],
 )
 def test_devices(arguments: dict[str, Any], words: list[str]) -> None:
@@ -41,6 +45,12 @@ def test_devices(arguments: dict[str, Any], words: list[str]) -> None:
         lockstep.MirroredStrategy(**arguments)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "half a float", 3.5])
+def test_exchange_dtype(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"Received: exchange_dtype=.*Allowed: 'bfloat16', 'float16', 'float32'"):
+        lockstep.MirroredStrategy(devices(2), exchange_dtype=dtype)
 
 
 def test_too_late_for_more_devices() -> None:

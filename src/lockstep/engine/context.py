@@ -249,6 +249,11 @@ def current() -> Replica | None:
     return replica
 
 
+def sum_over_replicas(values: list[Any]) -> list[Any]:
+    """The sum of each of ``values`` over all replicas, called in one of them."""
+    return tf.distribute.get_replica_context().all_reduce(ReduceOp.SUM, values)
+
+
 def _reduce_op(op: Any) -> ReduceOp:
     return ReduceOp(op.upper()) if isinstance(op, str) else op
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,36 +17,66 @@ from lockstep.engine.tf_private import canonical_device, started
 from lockstep.errors import DeviceError, TooLateError
 
 
-def resolve(devices: Sequence[str] | None, replicas: int | None) -> tuple[str, ...]:
+def resolve(devices: Sequence[str] | None, replicas: int | None, logical_replicas: int | None = None) -> tuple[str, ...]:
     """The full names of the replicas' devices, one per replica.
 
     Args:
       devices: device names such as ``["GPU:0", "GPU:1"]``; None for all visible GPUs, else logical CPU devices.
-      replicas: how many replicas (of the visible GPUs, else logical CPU devices, which are created here if need be).
+      replicas: how many of them (of the visible GPUs, else logical CPU devices, which are created here if need be).
+      logical_replicas: how many replicas to spread evenly over the devices; None for one each.
 
     Raises:
-      DeviceError: unknown, repeated, mixed or too few devices, or both arguments at once.
+      DeviceError: unknown, repeated, mixed or too few devices, both arguments at once, or logical replicas that cannot be
+        spread evenly.
       TooLateError: CPU devices would have to be created, but TensorFlow has started.
     """
+    if logical_replicas is None:
+        return _physical(devices, replicas, None)
+    _check_count("logical_replicas", logical_replicas, "any multiple of the number of devices")
+    names = _physical(devices, replicas, logical_replicas)
+    if logical_replicas % len(names):
+        divisors = [d for d in range(1, logical_replicas + 1) if logical_replicas % d == 0]
+        raise DeviceError(
+            f"The logical replicas must be spread evenly over the devices. Received: logical_replicas={logical_replicas} for "
+            f"{len(names)} devices. Allowed: a multiple of {len(names)}; or use {_listed(divisors)} devices."
+        )
+    each = logical_replicas // len(names)
+    return tuple(name for name in names for _ in range(each))
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """1, 2, 4 or 8"""
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _check_count(name: str, value: Any, allowed: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DeviceError(f"The number of replicas must be a positive integer. Received: {name}={value!r}. Allowed: {allowed}.")
+
+
+def _physical(devices: Sequence[str] | None, replicas: int | None, sharing: int | None) -> tuple[str, ...]:
+    """The devices, each once; CPU threads are shared out between ``sharing`` replicas (default: as many as devices)."""
     if devices is not None and replicas is not None:
         raise DeviceError(
             f"Say which devices or how many replicas, not both. Received: devices={list(devices)!r}, replicas={replicas!r}. "
             f"Leave out replicas= (the {len(devices)} devices give {len(devices)} replicas), or leave out devices=."
         )
-    if replicas is not None and (not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1):
-        raise DeviceError(
-            f"The number of replicas must be a positive integer. Received: replicas={replicas!r}. "
-            "Allowed: 1, 2, ... up to the number of GPUs, or any number of logical CPU devices where there are none."
+    if replicas is not None:
+        _check_count(
+            "replicas",
+            replicas,
+            "1, 2, ... up to the number of GPUs, or any number of logical CPU devices where there are none",
         )
     if devices is not None:
-        return _named(devices)
+        return _named(devices, sharing)
     gpus = tf.config.get_visible_devices("GPU")
     if gpus:
         return _first_gpus(replicas)
-    return _cpus(replicas or 1)
+    return _cpus(replicas or 1, sharing)
 
 
-def _named(devices: Sequence[str]) -> tuple[str, ...]:
+def _named(devices: Sequence[str], sharing: int | None) -> tuple[str, ...]:
     if isinstance(devices, str) or not devices or not all(isinstance(d, str) for d in devices):
         raise DeviceError(
             f"devices must be a list of device names. Received: devices={devices!r}. "
@@ -56,8 +87,8 @@ def _named(devices: Sequence[str]) -> tuple[str, ...]:
         if names.count(name) > 1:
             raise DeviceError(
                 f"Each replica needs a device of its own. Received: {list(devices)!r}, in which {given!r} stands "
-                "more than once. "
-                "Name each device once, or use replicas=N for N logical CPU devices."
+                "more than once. Name each device once. Several replicas on each: logical_replicas=N. N logical CPU devices: "
+                "replicas=N."
             )
     kinds = {name.rsplit(":", 2)[1] for name in names}
     if len(kinds) > 1:
@@ -66,7 +97,7 @@ def _named(devices: Sequence[str]) -> tuple[str, ...]:
             f"which mixes {' and '.join(sorted(kinds))}. Name only GPUs or only CPUs."
         )
     if kinds == {"CPU"}:
-        _prepare_cpus(1 + max(int(name.rsplit(":", 1)[1]) for name in names), len(names))
+        _prepare_cpus(1 + max(int(name.rsplit(":", 1)[1]) for name in names), sharing or len(names))
     known = [d.name for d in tf.config.list_logical_devices()]
     missing = [given for name, given in zip(names, devices, strict=True) if name not in {canonical_device(k) for k in known}]
     if missing:
@@ -97,8 +128,8 @@ def _first_gpus(replicas: int | None) -> tuple[str, ...]:
     return tuple(names[: replicas or len(names)])
 
 
-def _cpus(replicas: int) -> tuple[str, ...]:
-    _prepare_cpus(replicas, replicas)
+def _cpus(replicas: int, sharing: int | None) -> tuple[str, ...]:
+    _prepare_cpus(replicas, sharing or replicas)
     names = [canonical_device(d.name) for d in tf.config.list_logical_devices("CPU")]
     return tuple(names[:replicas])
 

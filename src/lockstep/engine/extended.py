@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -29,6 +30,15 @@ from lockstep.engine.tf_private import (
 from lockstep.engine.weights import Weights
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a user chooses about how a strategy computes; see `lockstep.MirroredStrategy`."""
+
+    check_finite: bool = False
+    sync_batch_norm: bool = False
+    exchange_dtype: tf.DType | None = None
+
+
 class Extended(StrategyExtended):
     """The engine behind `lockstep.MirroredStrategy`."""
 
@@ -39,12 +49,12 @@ class Extended(StrategyExtended):
     should_checkpoint = True
     should_save_summary = True
 
-    def __init__(self, container: Any, devices: Sequence[str], cross_device_ops: Any, check_finite: bool):
+    def __init__(self, container: Any, devices: Sequence[str], cross_device_ops: Any, options: Options):
         super().__init__(container)
         self.devices = tuple(devices)
         self.replicas = len(self.devices)
         self.exchange = choose(cross_device_ops, self.devices)
-        self.check_finite = check_finite
+        self.options = options
         self._default_device = None
         self._runs = threading.local()
         self._thread_runs: list[tuple[Weights | None, Written]] = []

@@ -19,6 +19,9 @@ KNOWN: dict[str, frozenset[str]] = {
     "keras.src.trainers.trainer:Trainer._compute_loss": frozenset({"53b2882784d50fed"}),
     "keras.src.backend.common.variables:Variable.assign_add": frozenset({"c3ec4b2cb7a1bab9"}),
     "keras.src.backend.common.variables:Variable.assign_sub": frozenset({"13e1a307f9dd9b28"}),
+    "keras.src.layers.normalization.batch_normalization:BatchNormalization._moments": frozenset(
+        {"2a6e9e2e6a3ba8db", "8e242813442a5638"}
+    ),
     "keras.src.random.seed_generator:SeedGenerator.next": frozenset({"3e0c1fccf4a9d816"}),
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._make_function": frozenset({"1099094332b1eb32"}),
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.make_predict_function": frozenset({"c886e6ea148f89e9"}),

@@ -76,10 +76,15 @@ class OneDeviceSum(Exchange):
 
 
 def add(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The sum of ``values`` in order; logical values are joined by *or*, as a sum of flags would be."""
-    if values[0].dtype == tf.bool:
+    """The sum of ``values`` in order: 16-bit floats in float32; logical values joined by *or*, as a sum of flags would be."""
+    dtype = values[0].dtype
+    if dtype == tf.bool:
         return tf.reduce_any(tf.stack(list(values)), 0)
-    return tf.add_n(list(values)) if len(values) > 1 else values[0]
+    if len(values) == 1:
+        return values[0]
+    if dtype in (tf.float16, tf.bfloat16):
+        return tf.cast(tf.add_n([tf.cast(v, tf.float32) for v in values]), dtype)
+    return tf.add_n(list(values))
 
 
 def choose(cross_device_ops: Any, devices: Sequence[str]) -> Exchange:

@@ -1,0 +1,75 @@
+"""Optimizers in a replica: gradients are summed first, so that clipping, accumulation and loss-scale checks see the whole
+gradient (seams of `keras_private`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.engine import keras_steps
+from lockstep.engine.context import current, sum_over_replicas
+from lockstep.engine.tf_private import DistributedVariable
+from lockstep.errors import StrategyMismatchError
+
+
+def apply(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        replica = current()
+        if replica is None or replica.writes_are_equal:
+            return original(self, grads, trainable_variables)
+        grads = list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        strategy = tf.distribute.get_strategy()
+        if replica.replicas > 1:
+            keras_steps.check_optimizer_in_scope(self, strategy)
+            _check_mirrored(trainable_variables or self._trainable_variables, strategy)
+        checked = keras_steps.check_finite(self, replica, grads) if strategy.extended.options.check_finite else []
+        if replica.replicas == 1:
+            with tf.control_dependencies(checked):
+                return original(self, grads, trainable_variables)
+        present = [i for i, g in enumerate(grads) if g is not None]
+        handed_in = [_cast(grads[i], strategy.extended.options.exchange_dtype) for i in present]
+        for i, total in zip(present, sum_over_replicas(handed_in), strict=True):
+            grads[i] = _cast(total, grads[i].dtype)
+        with replica.equal_writes(), tf.control_dependencies(checked):
+            return original(self, grads, trainable_variables)
+
+    return apply
+
+
+def _cast(gradient: Any, dtype: Any) -> Any:
+    """``gradient`` in a floating ``dtype``; None leaves it as it is."""
+    if dtype is None or gradient.dtype == dtype or not gradient.dtype.is_floating:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape)
+    return tf.cast(gradient, dtype)
+
+
+def _check_mirrored(variables: list[Any], strategy: Any) -> None:
+    for variable in variables:
+        value = getattr(variable, "value", variable) if isinstance(variable, keras.Variable) else variable
+        if not isinstance(value, DistributedVariable):
+            name = getattr(variable, "path", variable.name)
+            raise StrategyMismatchError(
+                f"A model must be built in the scope of the strategy that trains it. Received: variable {name!r}, "
+                "which was created "
+                f"outside of any scope and has one copy, but would be updated by {strategy.num_replicas_in_sync} replicas. "
+                "Create the model (and load its weights) inside `with strategy.scope():`."
+            )
+
+
+def all_reduce_sum_gradients(original: Callable) -> Callable:
+    def all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
+        replica = current()
+        if replica is not None and replica.writes_are_equal:
+            return list(grads_and_vars)
+        return original(self, grads_and_vars)
+
+    return all_reduce_sum_gradients
