@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from lockstep.engine import devices as devices_
 from lockstep.engine import feed, keras_private, losses
+from lockstep.engine.accumulate import accumulate, check_count
 from lockstep.engine.extended import Extended, Options
 from lockstep.engine.replicas import StepFunction
 from lockstep.engine.tf_private import DistributedValues, nest
@@ -40,11 +41,13 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         normalises with the statistics of the global batch, as on one device, instead of those of each slice.
       exchange_dtype: "bfloat16" or "float16": what a Keras optimizer's gradients are rounded to for the exchange, which
         halves the bytes. They are summed in float32. Default: the gradients' own dtype, which loses nothing.
+      micro_batches: Keras ``fit`` works through each slice in this many parts, one after the other, and updates once: the
+        memory of a small batch, the result of the large one (see `accumulate`).
 
     Raises:
       DeviceError: unknown, repeated, mixed or too few devices, or logical replicas that are no multiple of them.
       TooLateError: CPU devices would have to be created after TensorFlow has started.
-      ValueError: another ``exchange_dtype``, or an unknown exchange.
+      ValueError: another ``exchange_dtype``, an unknown exchange, or ``micro_batches`` below 1.
       UnsupportedVersionError: TensorFlow or Keras is a version whose internals are not known.
 
     >>> import keras, numpy as np
@@ -69,8 +72,9 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         check_finite: bool = False,
         sync_batch_norm: bool = False,
         exchange_dtype: Any = None,
+        micro_batches: int = 1,
     ):
-        options = Options(check_finite, sync_batch_norm, _exchange_dtype(exchange_dtype))
+        options = Options(check_finite, sync_batch_norm, _exchange_dtype(exchange_dtype), check_count(micro_batches))
         keras_private.install()
         losses.install()
         names = devices_.resolve(devices, replicas, logical_replicas)
@@ -138,6 +142,44 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         [[1, 2], [3]]
         """
         return batch if self.num_replicas_in_sync == 1 else feed.split(batch, self.num_replicas_in_sync)
+
+    def accumulate(self, fn: Callable, args: tuple = (), micro_batches: int = 1) -> Any:
+        """Sums ``fn`` over micro-batches of the replica's slice: the memory of a small batch, the result of the large one.
+
+        Call it in a replica function, around what computes losses and gradients; the update comes after it, once, with one
+        exchange. A loss made by ``tf.nn.compute_average_loss`` or a Keras loss weighs each micro-batch by its size, so
+        the sum is the gradient of the whole slice. Metrics are updated in ``fn``; batch statistics are those of micro-batches.
+
+        Args:
+          fn: the function of one micro-batch. It returns a structure of losses, gradients (also sparse ones) and counts,
+            whose shapes do not depend on the number of examples; None stays None.
+          args: its arguments for the whole slice; every tensor in them has shape ``[examples, ...]``.
+          micro_batches: how many to cut the slice into, as evenly as possible; fewer where there are fewer examples.
+
+        Returns:
+          The sum of what ``fn`` returned, float16 and bfloat16 summed in float32.
+
+        Raises:
+          ValueError: ``micro_batches`` is not a positive integer.
+          BatchError: ``args`` holds no tensor, or one without a batch axis.
+          UnsupportedError: called outside of a replica, or ``fn`` returns something per example.
+
+        >>> import tensorflow as tf
+        >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> with strategy.scope():
+        ...     w = tf.Variable(1.0)
+        >>> def gradient(x):
+        ...     with tf.GradientTape() as tape:
+        ...         loss = tf.nn.compute_average_loss(tf.square(w * x))
+        ...     return tape.gradient(loss, w)
+        >>> @tf.function
+        ... def step(x):
+        ...     return strategy.run(lambda x: strategy.accumulate(gradient, (x,), micro_batches=3), (x,))
+        >>> x = tf.range(8.0)
+        >>> float(strategy.reduce("SUM", step(strategy.split(x)), axis=None))  # 2 * mean(x * x)
+        35.0
+        """
+        return accumulate(fn, args, micro_batches)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces per-replica values to one: over replicas, and over ``axis`` of each value unless it is None.

@@ -214,12 +214,20 @@ def test_a_model_function_that_returns_something_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ("", ((), {"replicas": None})),
-        ("replicas = 3", ((), {"replicas": 3})),
-        ('devices = ["GPU:0", "GPU:1"]', ((["GPU:0", "GPU:1"],), {})),
+        ("", {}),
+        ("replicas = 3", {"replicas": 3}),
+        ('devices = ["GPU:0", "GPU:1"]', {"devices": ["GPU:0", "GPU:1"]}),
+        ("logical_replicas = 8", {"logical_replicas": 8}),
+        (
+            'sync_batch_norm = true\nexchange_dtype = "bfloat16"\ncheck_finite = true',
+            {"sync_batch_norm": True, "exchange_dtype": "bfloat16", "check_finite": True},
+        ),
+        ("[batch]\nmicro_batches = 4", {"micro_batches": 4}),
     ],
 )
-def test_the_strategy_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, expected: object) -> None:
-    monkeypatch.setitem(vars(lockstep), "MirroredStrategy", lambda *args, **kwargs: (args, kwargs))
-    file = recipe_with(tmp_path, "[batch]", f"[strategy]\n{section}\n[batch]")
-    assert build_strategy(file) == expected
+def test_the_strategy_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, expected: dict) -> None:
+    monkeypatch.setitem(vars(lockstep), "MirroredStrategy", lambda devices, **kwargs: {"devices": devices, **kwargs})
+    rest = "" if "[batch]" in section else "\n[batch]"
+    file = recipe_with(tmp_path, "[batch]", f"[strategy]\n{section}{rest}")
+    nothing = {"devices": None, "replicas": None, "logical_replicas": None, "exchange_dtype": None, "micro_batches": 1}
+    assert build_strategy(file) == {**nothing, "check_finite": False, "sync_batch_norm": False, **expected}

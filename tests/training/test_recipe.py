@@ -78,7 +78,20 @@ MISTAKES = {
     "unknown key, like none": (
         "replicas = 2",
         "zzz = 2",
-        "line 8: 'zzz' is not a key of [strategy]. Received: zzz = 2. Allowed: replicas, devices.",
+        "line 8: 'zzz' is not a key of [strategy]. Received: zzz = 2. Allowed: replicas, devices, "
+        "logical_replicas, sync_batch_norm, exchange_dtype, check_finite.",
+    ),
+    "micro-batches": (
+        "global = 64",
+        "global = 64\nmicro_batches = 0",
+        "line 12: 'micro_batches' of [batch] has a wrong value. Received: micro_batches = 0. "
+        "Allowed: a whole number, 1 or more.",
+    ),
+    "exchange dtype": (
+        "replicas = 2",
+        'exchange_dtype = "int8"',
+        "line 8: 'exchange_dtype' of [strategy] has a wrong value. Received: exchange_dtype = \"int8\". "
+        'Allowed: "bfloat16", "float16", "float32".',
     ),
     "unknown section": (
         "[strategy]",
@@ -169,7 +182,7 @@ MISTAKES = {
     "missing section": (
         "[batch]\nglobal = 64\n",
         "",
-        "line 1: The section [batch] is missing. Received: nothing. Allowed: a table with the keys global, per_replica.",
+        "line 1: The section [batch] is missing. Received: nothing. Allowed: a table with the keys global, per_replica, micro_batches.",
     ),
     "syntax": (
         "global = 64",

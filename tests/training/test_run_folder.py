@@ -56,3 +56,15 @@ def test_the_resolved_recipe_has_the_global_batch_and_no_run_folder(tmp_path: Pa
     resolved = load_recipe(path).recipe
     assert (resolved.batch.global_, resolved.batch.per_replica, resolved.strategy.replicas) == (15, None, 3)
     assert resolved.output.run_dir is None
+
+
+def test_the_resolved_recipe_of_logical_replicas_names_no_devices(tmp_path: Path) -> None:
+    given = tmp_path / "given.toml"
+    text = (REPOSITORY / "recipes" / "digits.toml").read_text()
+    text = text.replace("global = 64", "per_replica = 5\nmicro_batches = 2")
+    given.write_text(text.replace("replicas = 2", "replicas = 2\nlogical_replicas = 8"))
+    path = tmp_path / "recipe.toml"
+    write_resolved_recipe(path, load_recipe(given).recipe, given, replicas=8, run_dir=tmp_path)
+    resolved = load_recipe(path).recipe
+    assert (resolved.batch.global_, resolved.batch.micro_batches, resolved.strategy.logical_replicas) == (40, 2, 8)
+    assert resolved.strategy.replicas == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -29,6 +30,21 @@ class NeedsInlining(BaseException):
     """A nested tf.function holds an exchange or asks for its replica: trace again with nested functions inlined."""
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """A part of a replica's slice that is computed on its own (see `accumulate`).
+
+    Attributes:
+      part: its size as a part of the slice's, a float32 scalar.
+      sums: the sums over the global batch that losses will ask for, in order; None where they are not known.
+      collected: where to note of what sums are asked for, when it stands for the whole slice.
+    """
+
+    part: tf.Tensor
+    sums: Iterator[list[tf.Tensor]] | None = None
+    collected: list[list[tf.Tensor]] | None = None
+
+
 class Replica:
     """The engine's view of the replica that is being run or traced."""
 
@@ -38,13 +54,36 @@ class Replica:
         self.losses: list[Any] = []
         # Tensors that add up over replicas (see `shares`), by id.
         self.shares: dict[int, Any] = {}
+        # The micro-batch that is being computed, and the updates held back until all of them are.
+        self.micro_batch: MicroBatch | None = None
+        self.held: list[Any] | None = None
         self._exact_depth = 0
         self._own_depth = 0
 
     @property
     def fraction(self) -> Any:
-        """This replica's share of the global batch: a float, or a float32 scalar tensor."""
+        """The share of the global batch that is being computed: a float, or a float32 scalar tensor."""
+        of_slice = self._fraction_of_slice
+        return of_slice if self.micro_batch is None else of_slice * self.micro_batch.part
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the global batch is computed at once, so that nothing has to be weighed."""
+        return self.replicas == 1 and self.micro_batch is None
+
+    @property
+    def _fraction_of_slice(self) -> Any:
         return 1.0 / self.replicas
+
+    @contextlib.contextmanager
+    def in_micro_batch(self, micro_batch: MicroBatch) -> Iterator[list[Any]]:
+        """Within this block ``micro_batch`` is computed. The losses noted in it are yielded; they stay in its graph."""
+        before, self.micro_batch = self.micro_batch, micro_batch
+        losses, self.losses = self.losses, []
+        try:
+            yield self.losses
+        finally:
+            self.micro_batch, self.losses = before, losses
 
     @property
     def active(self) -> Any | None:
@@ -110,7 +149,7 @@ class ThreadReplica(Replica):
         self._replica, self._weights, self._written = replica, weights, written
 
     @property
-    def fraction(self) -> Any:
+    def _fraction_of_slice(self) -> Any:
         return self._weights.fractions[self._replica] if self._weights else 1.0 / self.replicas
 
     @property
@@ -204,7 +243,7 @@ class TracedReplica(Replica):
         self._trace = trace
 
     @property
-    def fraction(self) -> Any:
+    def _fraction_of_slice(self) -> Any:
         return self._trace.visible(self._trace.fraction) if self._trace.weighted else 1.0 / self.replicas
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engine import optimize
-from lockstep.engine.stages import Stage, cut
+from lockstep.engine.stages import Stage, call_types, cut
 from lockstep.engine.tf_private import (
     AttrValue,
     NameAttrList,
@@ -138,8 +138,7 @@ def _call(extended: Any, stage: Stage, bound: Bindings, replica: int, before: li
 
 def _call_attributes(function: Any, stage: Stage, xla: bool) -> dict[str, Any]:
     attributes = {
-        "Tin": AttrValue(list=AttrValue.ListValue(type=[t.dtype.as_datatype_enum for t in stage.graphs[0].inputs])),
-        "Tout": AttrValue(list=AttrValue.ListValue(type=[d.as_datatype_enum for d in stage.dtypes])),
+        **call_types(stage.graphs[0]),
         "f": AttrValue(func=NameAttrList(name=function.name)),
         "config_proto": AttrValue(s=optimize.call_config(stage.is_optimized)),
     }

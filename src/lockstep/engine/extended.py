@@ -37,6 +37,7 @@ class Options:
     check_finite: bool = False
     sync_batch_norm: bool = False
     exchange_dtype: tf.DType | None = None
+    micro_batches: int = 1
 
 
 class Extended(StrategyExtended):

@@ -108,7 +108,7 @@ def split(batch: Any, replicas: int) -> Any:
     Raises:
       BatchError: a leaf has no batch axis or the leaves disagree about the number of examples.
     """
-    batch = nest.map_structure(_as_tensor, batch)
+    batch = nest.map_structure(as_tensor, batch)
     check_leaves([(path, spec_of(leaf)) for path, leaf in named_leaves(batch)])
     leaves = [leaf for leaf in nest.flatten(batch) if _is_split(leaf)]
     sizes = [batch_size(leaf) for leaf in leaves]
@@ -141,7 +141,8 @@ def _holds_nothing(spec: Any) -> bool:
     return isinstance(spec, tf.OptionalSpec) or type(spec).__name__ == "NoneTensorSpec"
 
 
-def _as_tensor(leaf: Any) -> Any:
+def as_tensor(leaf: Any) -> Any:
+    """``leaf`` of a batch as a tensor; None stays None, and a batch that is split already is an error."""
     if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, CompositeTensor):
         if isinstance(leaf, DistributedValues):
             raise BatchError(

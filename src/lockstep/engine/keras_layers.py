@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from lockstep.engine.context import current, sum_over_replicas
 from lockstep.engine.tf_private import DistributedVariable
+from lockstep.errors import UnsupportedError
 
 
 def add_of_all(original: Callable) -> Callable:
@@ -67,11 +68,17 @@ def moments(original: Callable) -> Callable:
     @functools.wraps(original)
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
         replica = current()
-        if replica is None or replica.replicas == 1:
+        if replica is None or replica.is_whole:
             return original(self, inputs, mask)
         synchronized = self.synchronized or tf.distribute.get_strategy().extended.options.sync_batch_norm
         if not synchronized:
             return original(self, inputs, mask)
+        if replica.micro_batch is not None:
+            raise UnsupportedError(
+                "Synchronized batch statistics need the whole global batch at once. Received: the synchronized "
+                f"BatchNormalization {self.name!r} in a micro-batch. Use micro_batches=1, GroupNormalization or "
+                "LayerNormalization, or synchronized=False (each micro-batch is then normalised by itself)."
+            )
         if mask is not None:
             return _masked_moments(inputs, mask, self._reduction_axes)
         before, self.synchronized = self.synchronized, True

@@ -10,13 +10,14 @@ import keras
 import tensorflow as tf
 
 from lockstep.engine import shares
-from lockstep.engine.context import Replica, current, sum_over_replicas
+from lockstep.engine.accumulate import sum_over_batch
+from lockstep.engine.context import Replica, current
 from lockstep.engine.variables import weighted
 
 
 def _share_of(replica: Replica, loss: Any) -> Any:
     replica.losses.append(loss)
-    return loss if replica.replicas == 1 else replica.record_share(weighted(loss, replica.fraction))
+    return loss if replica.is_whole else replica.record_share(weighted(loss, replica.fraction))
 
 
 def scale_loss(original: Callable) -> Callable:
@@ -34,7 +35,7 @@ def unscale_loss(original: Callable) -> Callable:
         replica = current()
         if replica is None:
             return original(value)
-        if replica.replicas == 1 or value.shape.rank != 0:  # reduction=None: one loss per example, never scaled
+        if replica.is_whole or value.shape.rank != 0:  # reduction=None: one loss per example, never scaled
             return value
         return tf.math.divide_no_nan(value, tf.cast(replica.fraction, value.dtype))
 
@@ -47,7 +48,7 @@ def compute_loss(original: Callable) -> Callable:
         replica = current()
         before = len(replica.shares) if replica is not None else 0
         loss = original(self, *args, **kwargs)
-        if replica is None or replica.replicas == 1 or not tf.is_tensor(loss) or loss.shape.rank != 0:
+        if replica is None or replica.is_whole or not tf.is_tensor(loss) or loss.shape.rank != 0:
             return loss
         own = type(self).compute_loss is not keras.Model.compute_loss
         if own and (not tf.executing_eagerly() or len(replica.shares) == before):
@@ -61,7 +62,7 @@ def mean_update(original: Callable) -> Callable:
     @functools.wraps(original)
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> None:
         replica = current()
-        if replica is None or replica.replicas == 1:
+        if replica is None or replica.is_whole:
             return original(self, values, sample_weight)
         if getattr(values, "shape", None) == ():
             # A scalar counts once a batch on one device, so each slice's counts for its share.
@@ -77,12 +78,12 @@ def apply_mask(original: Callable) -> Callable:
     def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
         weights = original(sample_weight, mask, dtype, reduction)
         replica = current()
-        if mask is None or replica is None or replica.replicas == 1 or reduction not in ("mean", "sum_over_batch_size"):
+        if mask is None or replica is None or replica.is_whole or reduction not in ("mean", "sum_over_batch_size"):
             return weights
         # Keras has multiplied by total/valid of this slice; the mean over the global batch needs those of all slices.
         total = tf.cast(tf.size(mask), weights.dtype)
         valid = tf.reduce_sum(tf.cast(mask, weights.dtype))
-        all_total, all_valid = sum_over_replicas([total, valid])
+        all_total, all_valid = sum_over_batch([total, valid])
         here = tf.math.divide_no_nan(total, valid)
         factor = tf.math.divide_no_nan(tf.math.divide_no_nan(all_total, all_valid), here)
         return tf.where(valid > 0, weights * factor, tf.zeros_like(weights))
@@ -98,12 +99,12 @@ def reduce_values(original: Callable) -> Callable:
             # Computed by the user from the whole slice; Keras takes it as it is.
             return _share_of(replica, loss)
         by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None and len(values.shape) > 0
-        if not by_weight or replica is None or replica.replicas == 1:
+        if not by_weight or replica is None or replica.is_whole:
             return loss
         # The divisor is the sum of all slices' weights: from sum/here*fraction to sum/all.
         weights: Any = sample_weight
         here = tf.reduce_sum(tf.cast(weights, loss.dtype))
-        (everywhere,) = sum_over_replicas([here])
+        (everywhere,) = sum_over_batch([here])
         return replica.record_share(loss * tf.math.divide_no_nan(here, everywhere * tf.cast(replica.fraction, loss.dtype)))
 
     return reduce_values

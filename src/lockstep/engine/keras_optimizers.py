@@ -22,6 +22,9 @@ def apply(original: Callable) -> Callable:
         replica = current()
         if replica is None or replica.writes_are_equal:
             return original(self, grads, trainable_variables)
+        if replica.held is not None:
+            replica.held.append((self, list(grads), trainable_variables))
+            return None
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)

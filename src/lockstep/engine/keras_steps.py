@@ -11,13 +11,14 @@ import keras
 import tensorflow as tf
 
 from lockstep.engine import optimize, shares
-from lockstep.engine.context import Replica, TracedContext, current
+from lockstep.engine.accumulate import accumulate, held_updates
+from lockstep.engine.context import Replica, TracedContext, current, sum_over_replicas
 from lockstep.engine.emit import assert_finite
 from lockstep.engine.extended import Extended
 from lockstep.engine.feed import SlicesSpec
 from lockstep.engine.replicas import StepFunction
 from lockstep.engine.tf_private import DistributedValues, Function, nest
-from lockstep.errors import StrategyMismatchError
+from lockstep.errors import StrategyMismatchError, UnsupportedError
 
 
 def _is_lockstep(strategy: Any) -> bool:
@@ -31,11 +32,13 @@ def make_function(original: Callable) -> Callable:
     def _make_function(self: Any, step_function: Callable) -> Callable:
         _check_built_in_scope(self)
         strategy: Any = self._distribute_strategy
-        if not _is_lockstep(strategy) or strategy.num_replicas_in_sync == 1:
+        if not _is_lockstep(strategy):
             return original(self, step_function)
-        step = StepFunction(
-            _with_global_results(self, step_function), xla=bool(self.jit_compile), after=lambda logs: global_logs(self, logs)
-        )
+        micro_batches = strategy.extended.options.micro_batches if step_function.__name__ == "train_step" else 1
+        if strategy.num_replicas_in_sync == 1 and micro_batches == 1:
+            return original(self, step_function)
+        replica_step = _accumulated(self, step_function, micro_batches)
+        step = StepFunction(replica_step, xla=bool(self.jit_compile), after=lambda logs: global_logs(self, logs))
         convert = self._autoconvert_optionals
 
         def compiled_once(function: Any) -> Callable:
@@ -148,20 +151,53 @@ def _replica_types(element_spec: Any) -> Any:
     return nest.map_structure(one, element_spec)
 
 
-def _with_global_results(model: Any, step: Callable) -> Callable:
-    """``step`` with what it returns beside metrics reduced over replicas; Keras's own steps return metrics only."""
-    if getattr(step, "__func__", None) in (keras.Model.train_step, keras.Model.test_step):
-        return step
+def _accumulated(model: Any, step: Callable, micro_batches: int) -> Callable:
+    """``step`` of a replica, in micro-batches, with what it returns beside metrics reduced over replicas."""
 
     def replica_step(data: Any) -> Any:
-        logs = step(data)
-        replica = current()
-        if not isinstance(logs, dict) or replica is None:
-            return logs
-        metrics = model.get_metrics_result()
-        return {name: value if name in metrics else shares.reduced(replica, value) for name, value in logs.items()}
+        if micro_batches == 1:
+            logs = step(data)
+            return {**logs, **_summed(_beside_metrics(model, step, logs))} if isinstance(logs, dict) else logs
+        seen: list[Any] = []
+
+        def micro_step(data: Any) -> Any:
+            with held_updates() as held:
+                logs = step(data)
+            _check_one_update(model, held, micro_batches)
+            seen[:] = [held, logs]
+            return [grads for _, grads, _ in held], _beside_metrics(model, step, logs)
+
+        summed, own = accumulate(micro_step, (data,), micro_batches)
+        held, logs = seen
+        for (optimizer, _, variables), grads in zip(held, summed, strict=True):
+            optimizer.apply(grads, variables)
+        # Of the metrics only the state outlives a micro-batch, so they are read now.
+        return {**model.get_metrics_result(), **_summed(own)} if isinstance(logs, dict) else None
 
     return replica_step
+
+
+def _check_one_update(model: Any, held: list[Any], micro_batches: int) -> None:
+    if len(held) > 1:
+        raise UnsupportedError(
+            "A train_step that updates more than once cannot be accumulated: what comes after the first update must see it. "
+            f"Received: {len(held)} calls of an optimizer's apply in {type(model).__name__}.train_step, and "
+            f"micro_batches={micro_batches}. Use micro_batches=1."
+        )
+
+
+def _beside_metrics(model: Any, step: Callable, logs: Any) -> dict[str, tf.Tensor]:
+    """This replica's shares of the float scalars in ``logs`` that no metric holds. Keras's own steps return metrics only."""
+    if not isinstance(logs, dict) or getattr(step, "__func__", None) in (keras.Model.train_step, keras.Model.test_step):
+        return {}
+    replica = current()
+    assert replica is not None
+    metrics = model.get_metrics_result()
+    return {name: shares.share_of(replica, x) for name, x in logs.items() if name not in metrics and shares.is_scalar(x)}
+
+
+def _summed(own: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return dict(zip(own, sum_over_replicas(list(own.values())), strict=True)) if own else {}
 
 
 def global_logs(model: Any, logs: Any) -> Any:

@@ -23,9 +23,9 @@ def install() -> None:
     @functools.wraps(original)
     def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
         replica = current()
-        if replica is None or replica.replicas == 1:
+        if replica is None or replica.is_whole:
             return original(per_example_loss, sample_weight, global_batch_size)
-        if global_batch_size is not None or replica.active is None:
+        if global_batch_size is not None or (replica.active is None and replica.micro_batch is None):
             return replica.record_share(original(per_example_loss, sample_weight, global_batch_size))
         size: Any = tf.shape(per_example_loss)[0]
         mean = original(per_example_loss, sample_weight, global_batch_size=size)

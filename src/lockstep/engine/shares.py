@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engine.context import Replica
-from lockstep.engine.tf_private import ReduceOp
 from lockstep.engine.variables import weighted
 
 _SAME = ("Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Neg", "StopGradient", "CheckNumerics", "EnsureShape")
@@ -73,14 +72,11 @@ def _terms_with_shares(replica: Replica, x: tf.Tensor) -> list[tuple[int, tf.Ten
     return [(-1 if op.type == "Sub" and i == 1 else 1, term) for i, term in enumerate(op.inputs)]
 
 
-def reduced(replica: Replica, x: Any) -> Any:
-    """A scalar that a replica computed, as one device would have: the sum of shares, else the mean by examples.
+def is_scalar(x: Any) -> bool:
+    """Whether ``x`` is a float scalar, which can be a share."""
+    return isinstance(x, tf.Tensor) and x.shape.rank == 0 and x.dtype.is_floating
 
-    Args:
-      replica: the replica that computed it.
-      x: a result of a step. What is not a float scalar is returned as it is.
-    """
-    if not isinstance(x, tf.Tensor) or x.shape.rank != 0 or not x.dtype.is_floating:
-        return x
-    share = x if is_share(replica, x) else weighted(x, replica.fraction)
-    return tf.distribute.get_replica_context().all_reduce(ReduceOp.SUM, share)
+
+def share_of(replica: Replica, x: tf.Tensor) -> tf.Tensor:
+    """The replica's share of what one device would have computed: ``x`` if it is one, else its part of the mean by examples."""
+    return x if is_share(replica, x) else weighted(x, replica.fraction)

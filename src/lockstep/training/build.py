@@ -24,9 +24,15 @@ def build_strategy(file: RecipeFile) -> MirroredStrategy:
     import lockstep
 
     wanted = file.recipe.strategy
-    if wanted.devices is not None:
-        return lockstep.MirroredStrategy(wanted.devices)
-    return lockstep.MirroredStrategy(replicas=wanted.replicas)
+    return lockstep.MirroredStrategy(
+        wanted.devices,
+        replicas=wanted.replicas,
+        logical_replicas=wanted.logical_replicas,
+        check_finite=wanted.check_finite,
+        sync_batch_norm=wanted.sync_batch_norm,
+        exchange_dtype=wanted.exchange_dtype,
+        micro_batches=file.recipe.batch.micro_batches,
+    )
 
 
 def load_data(file: RecipeFile) -> Splits:

@@ -75,6 +75,19 @@ class Strategy(Section):
         default=None,
         min_length=1,
     )
+    logical_replicas: int | None = key(
+        "a whole number, a multiple of the number of devices",
+        "Train as this many replicas on any number of devices, with bit-identical results.",
+        default=None,
+        ge=1,
+    )
+    sync_batch_norm: bool = key(
+        "true or false", "Normalise with the statistics of the global batch, not of each slice.", default=False
+    )
+    exchange_dtype: Literal["bfloat16", "float16", "float32"] | None = key(
+        '"bfloat16", "float16" or "float32"', "What gradients are rounded to for the exchange.", default=None
+    )
+    check_finite: bool = key("true or false", "Stop before an update whose loss or gradients are not finite.", default=False)
 
     @model_validator(mode="after")
     def _at_most_one(self) -> Strategy:
@@ -90,6 +103,12 @@ class Batch(Section):
         "a whole number, 1 or more", "Examples of one step over all replicas.", default=None, ge=1, alias="global"
     )
     per_replica: int | None = key("a whole number, 1 or more", "Examples of one step on each replica.", default=None, ge=1)
+    micro_batches: int = key(
+        "a whole number, 1 or more",
+        "Parts that each replica works through one after the other, to need less memory for the same step.",
+        default=1,
+        ge=1,
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Batch:

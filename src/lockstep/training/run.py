@@ -76,9 +76,10 @@ def _plan(file: RecipeFile, strategy: MirroredStrategy, splits: Splits, folder: 
     recipe = file.recipe
     replicas = strategy.num_replicas_in_sync
     global_batch = recipe.batch.global_batch(replicas)
+    parts = f" in {recipe.batch.micro_batches} micro-batches" if recipe.batch.micro_batches > 1 else ""
     return (
         f"{len(splits.train):,} training and {len(splits.test):,} test examples; "
-        f"global batch {global_batch}, {replicas} replicas with {global_batch / replicas:g} each\n"
+        f"global batch {global_batch}, {replicas} replicas with {global_batch / replicas:g} each{parts}\n"
         f"{recipe.optimizer.name}, learning rate {recipe.optimizer.learning_rate:g}, {recipe.train.epochs} epochs, "
         f"seed {recipe.train.seed}; writing to {folder}"
     )

@@ -54,11 +54,20 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def write_resolved_recipe(path: Path, recipe: Recipe, recipe_path: Path, replicas: int, run_dir: Path) -> None:
-    """Write ``recipe`` with every default and every derived value filled in; it can be trained from like any other."""
+    """Write ``recipe`` with every default and every derived value filled in; it can be trained from like any other.
+
+    Args:
+        path: where to.
+        recipe: the recipe.
+        recipe_path: where it was read from.
+        replicas: how many replicas trained; with logical replicas, how many of those.
+        run_dir: the run folder.
+    """
     values: dict[str, Any] = recipe.model_dump(by_alias=True, exclude_none=True)
     global_batch = recipe.batch.global_batch(replicas)
-    values["batch"] = {"global": global_batch}
-    if "devices" not in values["strategy"]:
+    values["batch"] = {"global": global_batch, "micro_batches": recipe.batch.micro_batches}
+    # Logical replicas are the same on any number of devices, so that number need not be kept.
+    if "devices" not in values["strategy"] and recipe.strategy.logical_replicas is None:
         values["strategy"]["replicas"] = replicas
     # Where this run went is a fact about this run, and no place for the next one.
     values["output"].pop("run_dir", None)
