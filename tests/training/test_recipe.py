@@ -182,7 +182,8 @@ MISTAKES = {
     "missing section": (
         "[batch]\nglobal = 64\n",
         "",
-        "line 1: The section [batch] is missing. Received: nothing. Allowed: a table with the keys global, per_replica, micro_batches.",
+        "line 1: The section [batch] is missing. Received: nothing. "
+        "Allowed: a table with the keys global, per_replica, micro_batches.",
     ),
     "syntax": (
         "global = 64",

@@ -16,7 +16,15 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engine import optimize, seeds
-from lockstep.engine.tf_private import AttrValue, FuncGraph, GraphDef, NameAttrList, copy_handle_data, function_from_graph
+from lockstep.engine.tf_private import (
+    AttrValue,
+    FuncGraph,
+    GraphDef,
+    NameAttrList,
+    copy_handle_data,
+    function_from_graph,
+    labelled_copy,
+)
 from lockstep.engine.trace import Mark, Region
 
 _function_ids = itertools.count()
@@ -53,7 +61,7 @@ class Stage:
       outputs: names of the trace's tensors that it gives, in order.
       dtypes: the outputs' dtypes.
       graphs: the function's graph; one per replica where seeded random ops must differ, else one for all.
-      functions: the graph functions, likewise.
+      functions: the graph functions; one per replica there and in inlined stages, so that an error names its replica.
       is_optimized: whether the graph optimizer has seen the graphs already.
       is_inlined: whether the runtime is to take the calls apart. A call left whole starts sooner, but an error in it would
         cancel what other devices wait for before it is reported, and the user would see "RecvAsync is cancelled" instead.
@@ -82,8 +90,7 @@ class Stage:
 
     def for_replica(self, replica: int) -> tuple[Any, Any]:
         """(graph, function) that replica runs."""
-        index = replica if len(self.functions) > 1 else 0
-        return self.graphs[index], self.functions[index]
+        return self.graphs[replica % len(self.graphs)], self.functions[replica % len(self.functions)]
 
 
 def cut(region: Region, devices: tuple[str, ...], xla: bool) -> list[Stage]:
@@ -224,6 +231,9 @@ class _Cutter:
         is_inlined = not is_optimized or any(_can_fail(op) for graph in graphs for op in graph.get_operations())
         attributes = {} if is_inlined else {"_noinline": True}
         functions = [function_from_graph(f"__lockstep_{next(_function_ids)}", g, attributes) for g in graphs]
+        if is_inlined:
+            replicas = range(len(self._devices))
+            functions = [labelled_copy(functions[r % len(functions)], f"replica_{r}") for r in replicas]
         dtypes = [t.dtype for t in given.values()]
         does_nothing = not given and not must_run
         return Stage(list(needed), list(given), dtypes, graphs, functions, is_optimized, is_inlined, does_nothing)

@@ -166,6 +166,21 @@ def function_from_graph(name: str, graph: Any, attrs: dict[str, Any]) -> Any:
     return atomic_function.from_func_graph(name, graph, attrs)
 
 
+def labelled_copy(function: Any, label: str) -> Any:
+    """A copy of a graph function whose errors say "node {{node LABEL/...}}"."""
+    definition = type(function.definition)()
+    definition.CopyFrom(function.definition)
+    definition.signature.name = f"{definition.signature.name}_{label}"
+    for node in definition.node_def:
+        original = list(node.experimental_debug_info.original_node_names) or [node.name]
+        node.experimental_debug_info.original_node_names[:] = [f"{label}/{name}" for name in original]
+    runtime: Any = context.context()
+    runtime.add_function_def(definition)
+    return atomic_function.AtomicFunction(
+        definition.signature.name, runtime, function.function_type, children=function.children
+    )
+
+
 def optimized_graph(config: Any, metagraph: Any, device: str) -> Any:
     """What TensorFlow's graph optimizer (grappler) makes of ``metagraph``; fetches are in its "train_op" collection.
 
