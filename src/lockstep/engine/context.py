@@ -52,6 +52,8 @@ class Replica:
         self.replicas = replicas
         # The losses that Keras has computed in this replica so far, for check_finite.
         self.losses: list[Any] = []
+        # What an update has to wait for, so that nothing is half applied.
+        self.checks: list[Any] = []
         # Tensors that add up over replicas (see `shares`), by id.
         self.shares: dict[int, Any] = {}
         # The micro-batch that is being computed, and the updates held back until all of them are.

@@ -22,11 +22,6 @@ from lockstep.engine.trace import Mark, Region, Trace, is_graph_output
 from lockstep.engine.variables import variable_of
 from lockstep.engine.weights import Weights
 
-_NOT_FINITE = (
-    "lockstep: the loss or a gradient is not finite (check_finite=True). No replica was updated. "
-    "Look for a learning rate that is too large, a log or division of 0, or bad input in this replica's slice:"
-)
-
 _NOT_ONE_WAY = (
     "lockstep: replicas meet in a tf.cond (an all_reduce or an optimizer's apply is in it), so all of them must choose the "
     "same branch. Make the condition of something that is equal on all replicas, such as optimizer.iterations, or all-reduce "
@@ -167,7 +162,7 @@ def _exchange(extended: Any, marks: Sequence[Mark], bindings: list[Bindings]) ->
                 whole = tf.concat([v[0] for v in values], mark.axis)
             _bind_all(mark, [whole], bindings)
         elif mark.kind == "check":
-            checks.append(assert_finite([v[0] for v in values], values[0][1]))
+            checks.append(assert_all([v[0] for v in values], mark.message, values[0][1:]))
             _bind_all(mark, values[0][:1], bindings)
     return checks
 
@@ -178,16 +173,17 @@ def _bind_all(mark: Mark, values: Sequence[tf.Tensor], bindings: list[Bindings])
             bound[output.name] = value
 
 
-def assert_finite(finite: list[tf.Tensor], step: tf.Tensor) -> tf.Operation:
-    """An op (in eager mode, a check at once) that fails, naming replica and step, unless every flag is True.
+def assert_all(flags: list[tf.Tensor], message: str, step: list[tf.Tensor]) -> tf.Operation:
+    """An op (in eager mode, a check at once) that fails, naming the first replica, unless every flag is True.
 
     Args:
-      finite: per replica, whether its loss and gradients are finite (bool scalars).
-      step: the number of updates made so far (int64 scalar).
+      flags: a bool scalar of each replica.
+      message: what to say.
+      step: the number of updates made so far (int64 scalar), or nothing.
     """
-    flags = tf.stack(finite)
-    replica = tf.argmin(tf.cast(flags, tf.int32))
-    return tf.debugging.Assert(tf.reduce_all(flags), [_NOT_FINITE, "replica", replica, "step", step])
+    stacked = tf.stack(flags)
+    replica = tf.argmin(tf.cast(stacked, tf.int32))
+    return tf.debugging.Assert(tf.reduce_all(stacked), [message, "replica", replica, *(x for s in step for x in ("step", s))])
 
 
 def _results(trace: Trace, bound: Bindings) -> Any:

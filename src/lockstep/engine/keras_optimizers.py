@@ -32,7 +32,9 @@ def apply(original: Callable) -> Callable:
         if replica.replicas > 1:
             keras_steps.check_optimizer_in_scope(self, strategy)
             _check_mirrored(trainable_variables or self._trainable_variables, strategy)
-        checked = keras_steps.check_finite(self, replica, grads) if strategy.extended.options.check_finite else []
+        checked = list(replica.checks)
+        if strategy.extended.options.check_finite:
+            checked += keras_steps.check_finite(self, replica, grads)
         if replica.replicas == 1:
             with tf.control_dependencies(checked):
                 return original(self, grads, trainable_variables)

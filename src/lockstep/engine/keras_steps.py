@@ -10,15 +10,20 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engine import optimize, shares
+from lockstep.engine import keras_weights, optimize, shares
 from lockstep.engine.accumulate import accumulate, held_updates
 from lockstep.engine.context import Replica, TracedContext, current, sum_over_replicas
-from lockstep.engine.emit import assert_finite
+from lockstep.engine.emit import assert_all
 from lockstep.engine.extended import Extended
 from lockstep.engine.feed import SlicesSpec
 from lockstep.engine.replicas import StepFunction
 from lockstep.engine.tf_private import DistributedValues, Function, nest
 from lockstep.errors import StrategyMismatchError, UnsupportedError
+
+_NOT_FINITE = (
+    "lockstep: the loss or a gradient is not finite (check_finite=True). No replica was updated. "
+    "Look for a learning rate that is too large, a log or division of 0, or bad input in this replica's slice:"
+)
 
 
 def _is_lockstep(strategy: Any) -> bool:
@@ -36,7 +41,7 @@ def make_function(original: Callable) -> Callable:
             return original(self, step_function)
         micro_batches = strategy.extended.options.micro_batches if step_function.__name__ == "train_step" else 1
         if strategy.num_replicas_in_sync == 1 and micro_batches == 1:
-            return original(self, step_function)
+            return original(self, _checked(step_function))
         replica_step = _accumulated(self, step_function, micro_batches)
         step = StepFunction(replica_step, xla=bool(self.jit_compile), after=lambda logs: global_logs(self, logs))
         convert = self._autoconvert_optionals
@@ -133,7 +138,8 @@ def symbolic_build(original: Callable) -> Callable:
         data_batch = nest.map_structure(lambda v: v.values[0] if isinstance(v, DistributedValues) else v, data_batch)
         # A model that cannot be built this way (without a call(), say) makes its variables in its first step, as it does
         # without a strategy.
-        with self._distribute_strategy.scope(), contextlib.suppress(RuntimeError):
+        explained = keras_weights.mismatch_explained(self.train_step, data_batch)
+        with self._distribute_strategy.scope(), contextlib.suppress(RuntimeError), explained:
             self._symbolic_build(data_batch=data_batch)
 
     return _maybe_symbolic_build
@@ -174,7 +180,17 @@ def _accumulated(model: Any, step: Callable, micro_batches: int) -> Callable:
         # Of the metrics only the state outlives a micro-batch, so they are read now.
         return {**model.get_metrics_result(), **_summed(own)} if isinstance(logs, dict) else None
 
-    return replica_step
+    return _checked(replica_step, step)
+
+
+def _checked(replica_step: Callable, step: Callable | None = None) -> Callable:
+    """``replica_step``, which runs ``step`` (default: is it), with the sample weights in its batch checked."""
+
+    def checked_step(data: Any) -> Any:
+        with keras_weights.checked(step or replica_step, data):
+            return replica_step(data)
+
+    return checked_step
 
 
 def _check_one_update(model: Any, held: list[Any], micro_batches: int) -> None:
@@ -235,11 +251,11 @@ def check_finite(optimizer: Any, replica: Replica, grads: list[Any]) -> list[Any
     step = tf.cast(optimizer.iterations, tf.int64)
     context = tf.distribute.get_replica_context()
     if isinstance(context, TracedContext):
-        return [context.trace.mark_check(finite, step)]
+        return [context.trace.mark_check(finite, _NOT_FINITE, step)]
     checked = context.merge_call(_assert_finite, args=(finite, step))
     return [] if checked is None else [checked]
 
 
 def _assert_finite(strategy: Any, finite: Any, step: Any) -> Any:
     flags = [tf.convert_to_tensor(f) for f in strategy.experimental_local_results(finite)]
-    return assert_finite(flags, strategy.experimental_local_results(step)[0])
+    return assert_all(flags, _NOT_FINITE, [strategy.experimental_local_results(step)[0]])

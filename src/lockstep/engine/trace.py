@@ -47,6 +47,7 @@ class Mark:
       outputs: what each gets back.
       ops: the names of the ops that the outputs belong to.
       branches: of a cond, what is done if True and if False.
+      message: of a check, what to say where it fails; "replica", its number and the step (a second input) are added.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Mark:
     mean: bool = False
     op: str = ""
     branches: tuple[Region, ...] = ()
+    message: str = ""
 
     @property
     def ops(self) -> set[str]:
@@ -160,16 +162,16 @@ class Trace:
         self._add(Mark("gather", (x,), (whole,), axis=axis))
         return whole
 
-    def mark_check(self, finite: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """Stops the step unless ``finite`` holds on every replica; what waits for the result runs after that."""
-        return self._mark_same_shape("check", finite, step)
+    def mark_check(self, right: tf.Tensor, message: str, step: tf.Tensor | None = None) -> tf.Tensor:
+        """Stops the step with ``message`` unless ``right`` holds on every replica; what waits for the result runs after."""
+        return self._mark_same_shape("check", right, *([] if step is None else [step]), message=message)
 
-    def _mark_same_shape(self, kind: str, x: tf.Tensor, *more: tf.Tensor) -> tf.Tensor:
+    def _mark_same_shape(self, kind: str, x: tf.Tensor, *more: tf.Tensor, message: str = "") -> tf.Tensor:
         """A mark that gives back a tensor like ``x``; ``more`` is handed in beside it."""
         with self._cut():
             x = _here(x)
             y = tf.identity(x, name="exchanged")
-        self._add(Mark(kind, (x, *(_here(other) for other in more)), (y,)))
+        self._add(Mark(kind, (x, *(_here(other) for other in more)), (y,), message=message))
         return y
 
     def _mark_rows(self, kind: str, x: tf.IndexedSlices, mean: bool = False) -> tf.IndexedSlices:
