@@ -15,6 +15,7 @@ __all__ = [
     "TooLateError",
     "UnsupportedError",
     "UnsupportedVersionError",
+    "VerifyError",
 ]
 
 
@@ -52,3 +53,7 @@ class UnsupportedVersionError(LockstepError, ImportError):
 
 class RecipeError(LockstepError, ValueError):
     """A recipe file has an unknown key or a wrong value."""
+
+
+class VerifyError(LockstepError, ValueError):
+    """What is to be verified cannot be."""

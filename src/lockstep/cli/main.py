@@ -11,6 +11,7 @@ from rich.console import Console
 
 import lockstep
 from lockstep.cli.train import train
+from lockstep.cli.verify import verify
 from lockstep.errors import LockstepError
 
 __all__ = ["app", "main"]
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(verify)
 
 
 def _print_version(wanted: bool) -> None:

@@ -56,6 +56,8 @@ class Extended(StrategyExtended):
         self.replicas = len(self.devices)
         self.exchange = choose(cross_device_ops, self.devices)
         self.options = options
+        # Called by a Keras optimizer, in each replica, with the summed gradients and their variables.
+        self.observers: list[Callable[[list[Any], list[Any]], None]] = []
         self._default_device = None
         self._runs = threading.local()
         self._thread_runs: list[tuple[Weights | None, Written]] = []

@@ -36,6 +36,7 @@ def apply(original: Callable) -> Callable:
         if strategy.extended.options.check_finite:
             checked += keras_steps.check_finite(self, replica, grads)
         if replica.replicas == 1:
+            _observe(strategy, self, grads, trainable_variables)
             with tf.control_dependencies(checked):
                 return original(self, grads, trainable_variables)
         present = [i for i, g in enumerate(grads) if g is not None]
@@ -43,9 +44,15 @@ def apply(original: Callable) -> Callable:
         for i, total in zip(present, sum_over_replicas(handed_in), strict=True):
             grads[i] = _cast(total, grads[i].dtype)
         with replica.equal_writes(), tf.control_dependencies(checked):
+            _observe(strategy, self, grads, trainable_variables)
             return original(self, grads, trainable_variables)
 
     return apply
+
+
+def _observe(strategy: Any, optimizer: Any, grads: list[Any], variables: list[Any] | None) -> None:
+    for observe in strategy.extended.observers:
+        observe(grads, variables if variables is not None else optimizer._trainable_variables)
 
 
 def _cast(gradient: Any, dtype: Any) -> Any:

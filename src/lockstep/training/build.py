@@ -16,23 +16,28 @@ if TYPE_CHECKING:
     from lockstep import MirroredStrategy
     from lockstep.training.data import Splits
 
-__all__ = ["build_model", "build_optimizer", "build_strategy", "check_names", "load_data"]
+__all__ = ["build_model", "build_optimizer", "build_strategy", "check_names", "load_data", "strategy_options"]
 
 
 def build_strategy(file: RecipeFile) -> MirroredStrategy:
     """The strategy that ``[strategy]`` asks for. It sets up TensorFlow, so it has to come before anything else does."""
     import lockstep
 
+    return lockstep.MirroredStrategy(**strategy_options(file))
+
+
+def strategy_options(file: RecipeFile) -> dict[str, Any]:
+    """The arguments of the strategy that ``[strategy]`` and ``[batch]`` ask for."""
     wanted = file.recipe.strategy
-    return lockstep.MirroredStrategy(
-        wanted.devices,
-        replicas=wanted.replicas,
-        logical_replicas=wanted.logical_replicas,
-        check_finite=wanted.check_finite,
-        sync_batch_norm=wanted.sync_batch_norm,
-        exchange_dtype=wanted.exchange_dtype,
-        micro_batches=file.recipe.batch.micro_batches,
-    )
+    return {
+        "devices": wanted.devices,
+        "replicas": wanted.replicas,
+        "logical_replicas": wanted.logical_replicas,
+        "check_finite": wanted.check_finite,
+        "sync_batch_norm": wanted.sync_batch_norm,
+        "exchange_dtype": wanted.exchange_dtype,
+        "micro_batches": file.recipe.batch.micro_batches,
+    }
 
 
 def load_data(file: RecipeFile) -> Splits:
