@@ -34,9 +34,7 @@ def call_config(is_optimized: bool) -> bytes:
     return config.SerializeToString()
 
 
-def optimized(
-    graph_def: Any, inputs: dict[str, tf.Tensor], outputs: list[str], must_run: list[str], device: str, whole_loops: bool
-) -> Any:
+def optimized(graph_def: Any, inputs: dict[str, tf.Tensor], outputs: list[str], must_run: list[str], device: str) -> Any:
     """``graph_def`` as the graph optimizer leaves it, with the same inputs, outputs and side effects.
 
     Args:
@@ -45,7 +43,6 @@ def optimized(
       outputs: names of the tensors it must still produce.
       must_run: names of the ops whose side effects must stay.
       device: a device of the kind that it will run on.
-      whole_loops: whether a while loop is to stay one op, instead of being taken apart and optimized with the rest.
     """
     metagraph = MetaGraphDef()
     metagraph.graph_def.CopyFrom(graph_def)
@@ -71,8 +68,9 @@ def optimized(
     config.graph_options.rewrite_options.min_graph_nodes = -1
     # A second round takes as long as the first and finds a few percent of the nodes more.
     config.graph_options.rewrite_options.meta_optimizer_iterations = RewriterConfig.ONE
-    if whole_loops:
-        # For this executor the optimizer leaves them; the step runs on the usual one.
+    if any(node.op in ("While", "StatelessWhile") for node in nodes):
+        # Loops stay whole (which is what the optimizer does for this executor; the step runs on the usual one). Taken apart
+        # they are cycles, in which TensorFlow cannot always infer the shapes of a call ("Missing src context").
         config.experimental.executor_type = "SINGLE_THREADED_EXECUTOR"
     result = optimized_graph(config, metagraph, device)
     return _with_outer_names(result, {v: k for k, v in stand_ins.items()}, device)

@@ -20,7 +20,6 @@ from lockstep.engine.tf_private import (
     AttrValue,
     FuncGraph,
     GraphDef,
-    NameAttrList,
     copy_handle_data,
     function_from_graph,
     labelled_copy,
@@ -241,14 +240,10 @@ class _Cutter:
     def _graph(self, graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[str], must_run: list[str]) -> tuple[Any, bool]:
         """A FuncGraph of ``graph_def`` from ``needed`` to ``outputs``, and whether it is optimized."""
         if not self._xla and optimize.worthwhile(self._devices) and (outputs or must_run):
-            # A loop that was taken apart may lack an output that we asked for, or be too tangled for a function. Then it is
-            # left whole, and if that does not do, the stage stays as traced and the runtime optimizes it on each device.
-            for whole_loops in (False, True):
-                optimized = optimize.optimized(graph_def, needed, outputs, must_run, self._devices[0], whole_loops)
-                with contextlib.suppress(ValueError, tf.errors.InternalError):
-                    graph = _function_graph(optimized, needed, outputs, must_run)
-                    _check_callable(graph)
-                    return graph, True
+            optimized = optimize.optimized(graph_def, needed, outputs, must_run, self._devices[0])
+            # Where outputs that we asked for are gone, the stage stays as traced, and the runtime optimizes it on each device.
+            with contextlib.suppress(ValueError):
+                return _function_graph(optimized, needed, outputs, must_run), True
         return _function_graph(graph_def, needed, outputs, must_run), False
 
 
@@ -259,20 +254,6 @@ def call_types(graph: Any) -> dict[str, Any]:
         return AttrValue(list=AttrValue.ListValue(type=[t.dtype.as_datatype_enum for t in tensors]))
 
     return {"Tin": types(graph.inputs), "Tout": types(graph.outputs)}
-
-
-def _check_callable(graph: Any) -> None:
-    """Raises InternalError if TensorFlow cannot infer the shapes of a call of ``graph``, which happens to loops taken apart."""
-    if not any(op.type == "NextIteration" for op in graph.get_operations()):
-        return
-    function = function_from_graph(f"__lockstep_{next(_function_ids)}", graph, {})
-    with FuncGraph("lockstep_check").as_default() as scratch:
-        scratch._add_function_recursive(function)
-        inputs = [tf.raw_ops.Placeholder(dtype=x.dtype, shape=x.shape) for x in graph.inputs]
-        call = AttrValue(func=NameAttrList(name=function.name))
-        scratch.create_op(
-            "StatefulPartitionedCall", inputs, [y.dtype for y in graph.outputs], attrs=call_types(graph) | {"f": call}
-        )
 
 
 def _function_graph(graph_def: Any, needed: dict[str, tf.Tensor], outputs: list[str], must_run: list[str]) -> Any:
