@@ -41,7 +41,7 @@ def tagger(mask: bool) -> keras.Model:
 
 def data(build: Any) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    if build is dense:
+    if build not in (masked, unmasked):
         return rng.normal(size=(COUNT, 5)).astype("float32"), rng.integers(0, CLASSES, COUNT)
     words = rng.integers(1, WORDS, (COUNT, STEPS))
     lengths = rng.integers(1, STEPS + 1, COUNT)
@@ -121,6 +121,23 @@ def test_what_an_optimizer_does_besides(optimizer: Any) -> None:
     assert_equal(trained(several(2), dense, optimizer=optimizer), trained(None, dense, optimizer=optimizer))
 
 
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_loss_that_is_not_finite_in_one_micro_batch_is_seen(run_eagerly: bool) -> None:
+    # With loss scaling only the loss is looked at: gradients may overflow.
+    def optimizer() -> keras.optimizers.Optimizer:
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+
+    def poisoned() -> keras.Model:
+        model = dense()
+        weights = model.get_weights()
+        weights[0][0, 0] = np.nan
+        model.set_weights(weights)
+        return model
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the loss or a gradient is not finite"):
+        trained(several(2, check_finite=True), poisoned, optimizer=optimizer, run_eagerly=run_eagerly)
+
+
 def test_there_is_one_exchange_per_update() -> None:
     calls: list[int] = []
 
@@ -179,7 +196,8 @@ def test_any_slice_in_any_number_of_parts(replicas: int, micro_batches: int, siz
         assert int(found["count"]) == size
 
 
-def test_sparse_gradients_and_16_bit_sums() -> None:
+@pytest.mark.parametrize("in_function", [True, False], ids=["tf.function", "eager"])
+def test_sparse_gradients_and_16_bit_sums(in_function: bool) -> None:
     strategy = lockstep.MirroredStrategy(devices(2))
     with strategy.scope():
         table = tf.Variable(tf.ones([5, 2]))
@@ -192,8 +210,11 @@ def test_sparse_gradients_and_16_bit_sums() -> None:
         return tape.gradient(loss, [table, small])
 
     ids = np.array([0, 3, 3, 4, 1, 0, 3])
-    step = tf.function(lambda ids: strategy.run(lambda x: strategy.accumulate(part, (x,), 3), strategy.split((ids,))))
-    sparse, sixteen = step(ids)
+
+    def whole(ids: Any) -> Any:
+        return strategy.run(lambda x: strategy.accumulate(part, (x,), 3), strategy.split((ids,)))
+
+    sparse, sixteen = (tf.function(whole) if in_function else whole)(ids)
     total = tf.convert_to_tensor(strategy.reduce("SUM", sparse, axis=None))
     want = np.zeros((5, 2), "float32")
     np.add.at(want, ids, ids[:, None] + 1.0)

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from lockstep.engine import feed
 from lockstep.engine.context import MicroBatch, Replica, current, sum_over_replicas
+from lockstep.engine.stages import READS
 from lockstep.engine.tf_private import BranchGraph, CompositeTensor, converted, default_graph, nest
 from lockstep.errors import BatchError, UnsupportedError
 
 _UNKNOWN: Any = None
-_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"})
 
 
 def check_count(micro_batches: Any) -> int:
@@ -83,32 +83,31 @@ class _MicroBatches:
 
 
 def _one_by_one(replica: Replica, fn: Callable, slices: _MicroBatches) -> Any:
-    total = None
+    plan, totals, loss = None, [], tf.constant(0.0)
     for i in range(int(slices.count)):
         args, part = slices[i]
-        with replica.in_micro_batch(MicroBatch(part)):
-            result = fn(*args)
-        flat = nest.flatten(result)
-        summed = flat if total is None else [_plus(a, b) for a, b in zip(total, flat, strict=True)]
-        total = summed
-    return nest.pack_sequence_as(result, total)
-
-
-def _plus(a: Any, b: Any) -> Any:
-    if isinstance(a, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0), a.dense_shape)
-    return a + b if tf.is_tensor(a) else b
+        result, loss_here = _computed(replica, fn, args, MicroBatch(part))
+        if plan is None:
+            plan = _planned(result)
+            totals = plan.zeros()
+        totals, loss = plan.added(totals, result), loss + loss_here
+    assert plan is not None, "there is at least one micro-batch"
+    replica.losses.append(loss)
+    return plan.packed(totals)
 
 
 def _in_a_loop(replica: Replica, fn: Callable, slices: _MicroBatches) -> Any:
-    plan = _planned(replica, fn, slices)
+    scratch = BranchGraph("lockstep_whole_slice")
+    collected: list[list[tf.Tensor]] = []
+    with scratch.as_default():
+        result, _ = _computed(replica, fn, slices.whole, MicroBatch(tf.constant(1.0), collected=collected))
+    # Of the scratch graph only shapes and dtypes are used, and what the sums are computed from.
+    plan, sums = _planned(result), _taken_out(scratch, collected)
 
-    def body(i: tf.Tensor, loss: tf.Tensor, *carried: tf.Tensor) -> tuple:
+    def body(i: tf.Tensor, loss: tf.Tensor, *totals: tf.Tensor) -> tuple:
         args, part = slices[i]
-        with replica.in_micro_batch(MicroBatch(part, sums=iter(plan.sums))) as losses:
-            result = fn(*args)
-        loss += tf.add_n([tf.cast(tf.stop_gradient(x), tf.float32) for x in losses]) if losses else 0.0
-        return (i + 1, loss, *plan.added(list(carried), result))
+        result, loss_here = _computed(replica, fn, args, MicroBatch(part, sums=iter(sums)))
+        return (i + 1, loss + loss_here, *plan.added(list(totals), result))
 
     start = [tf.zeros_like(slices.count), tf.constant(0.0), *plan.zeros()]
     _, loss, *totals = tf.while_loop(
@@ -123,13 +122,20 @@ def _in_a_loop(replica: Replica, fn: Callable, slices: _MicroBatches) -> Any:
     return plan.packed(totals)
 
 
-@dataclass
+def _computed(replica: Replica, fn: Callable, args: tuple, micro_batch: MicroBatch) -> tuple[Any, tf.Tensor]:
+    """What ``fn`` gives for one micro-batch, and the sum of the losses that Keras has computed in it, for check_finite."""
+    with replica.in_micro_batch(micro_batch) as losses:
+        result = fn(*args)
+    noted = [tf.cast(tf.stop_gradient(x), tf.float32) for x in losses]
+    return result, tf.add_n(noted) if noted else tf.constant(0.0)
+
+
+@dataclass(frozen=True)
 class _Plan:
-    """What a trace of the whole slice has shown: the structure of the results, and the sums that losses ask for."""
+    """How the results of micro-batches are summed: like one of them, ``structure``, whose flat ``leaves`` say of what kind."""
 
     structure: Any
     leaves: list[Any]
-    sums: list[list[tf.Tensor]] = field(default_factory=list)
 
     def zeros(self) -> list[tf.Tensor]:
         """What the sums start from; 16-bit floats are summed in float32."""
@@ -179,16 +185,11 @@ def _wide(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
-def _planned(replica: Replica, fn: Callable, slices: _MicroBatches) -> _Plan:
-    scratch = BranchGraph("lockstep_whole_slice")
-    collected: list[list[tf.Tensor]] = []
-    with scratch.as_default(), replica.in_micro_batch(MicroBatch(tf.constant(1.0), collected=collected)):
-        result = fn(*slices.whole)
+def _planned(result: Any) -> _Plan:
     flat = nest.flatten(result)
     for (path, _), leaf in zip(feed.named_leaves(result), flat, strict=True):
         _check_summable(path, leaf)
-    # Only shapes and dtypes are used outside of the scratch graph.
-    return _Plan(result, flat, _taken_out(scratch, collected))
+    return _Plan(result, flat)
 
 
 def _check_summable(path: str, leaf: Any) -> None:
@@ -209,7 +210,7 @@ def _taken_out(scratch: Any, collected: list[list[tf.Tensor]]) -> list[list[tf.T
         return []
     wanted = [x for values in collected for x in values]
     ops = _computed_by([x.op for x in wanted])
-    effects = [op for op in ops.values() if op.op_def.is_stateful and op.type not in _READS]
+    effects = [op for op in ops.values() if op.op_def.is_stateful and op.type not in READS]
     if effects:
         raise UnsupportedError(
             "A mask or a sample weight must be known before the first micro-batch. Received: one that depends on "

@@ -27,7 +27,7 @@ from lockstep.engine.tf_private import (
 from lockstep.engine.trace import Mark, Region
 
 _function_ids = itertools.count()
-_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "Identity", "NoOp"})
+READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "Identity", "NoOp"})
 # Ops that raise no error whatever the numbers are; their shapes have been checked while tracing.
 _NEVER_FAIL = (
     "Abs Add AddN AddV2 All Any AssignAddVariableOp AssignSubVariableOp AssignVariableOp BatchMatMulV2 BroadcastTo "
@@ -133,7 +133,7 @@ class _Cutter:
         self._region, self._devices, self._xla = region, devices, xla
         # Automatic control dependencies keep every stateful op, reads included; a read matters only to who uses it.
         self._mark_of = {name: mark for mark in region.marks for name in mark.ops}
-        self._must_run = [op for op in region.must_run if op.type not in _READS and op.name not in self._mark_of]
+        self._must_run = [op for op in region.must_run if op.type not in READS and op.name not in self._mark_of]
         self._inputs = {t.op.name for t in region.inputs}
         self._ops = _in_order(region.graph.get_operations(), self._producers)
         self._graph_def = region.graph.as_graph_def()
