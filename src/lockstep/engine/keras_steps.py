@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from lockstep.engine import keras_weights, optimize, shares
@@ -204,7 +203,7 @@ def _check_one_update(model: Any, held: list[Any], micro_batches: int) -> None:
 
 def _beside_metrics(model: Any, step: Callable, logs: Any) -> dict[str, tf.Tensor]:
     """This replica's shares of the float scalars in ``logs`` that no metric holds. Keras's own steps return metrics only."""
-    if not isinstance(logs, dict) or getattr(step, "__func__", None) in (keras.Model.train_step, keras.Model.test_step):
+    if not isinstance(logs, dict) or keras_weights.is_own_step(step):
         return {}
     replica = current()
     assert replica is not None

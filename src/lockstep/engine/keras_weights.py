@@ -64,8 +64,13 @@ def mismatch_explained(step: Callable, data: Any) -> Iterator[None]:
         ) from error
 
 
+def is_own_step(step: Callable) -> bool:
+    """Whether ``step`` is Keras's own train or test step, bound to a model, and not one that a user has written."""
+    return getattr(step, "__func__", None) in (keras.Model.train_step, keras.Model.test_step)
+
+
 def _weights(step: Callable, data: Any) -> list[Any]:
-    if getattr(step, "__func__", None) not in (keras.Model.train_step, keras.Model.test_step):
+    if not is_own_step(step):
         return []
     _, _, weights = keras.utils.unpack_x_y_sample_weight(data)
     return [leaf for leaf in nest.flatten(weights) if leaf is not None]

@@ -110,16 +110,16 @@ class Trace:
 
     def inside_control_flow(self, graph: Any) -> bool:
         """Whether ``graph`` is a cond branch or loop body of the traced function (not of a nested tf.function)."""
-        while graph is not self.graph:
-            if not isinstance(graph, ControlFlowGraph):
-                return False
-            graph = graph.outer_graph
-        return True
+        return self._is_within(graph, ControlFlowGraph)
 
     def can_exchange_in(self, graph: Any) -> bool:
         """Whether replicas can meet in ``graph``: the traced function itself, or a tf.cond's branch (but no loop) in it."""
+        return self._is_within(graph, BranchGraph)
+
+    def _is_within(self, graph: Any, kinds: Any) -> bool:
+        """Whether ``graph`` is the traced function's, or inside of it with only graphs of ``kinds`` between."""
         while graph is not self.graph:
-            if not isinstance(graph, BranchGraph):
+            if not isinstance(graph, kinds):
                 return False
             graph = graph.outer_graph
         return True

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ from lockstep.training.recipe_file import RecipeFile
 from lockstep.training.recipe_problems import Problem, nearest, toml_text
 from lockstep.training.toml_lines import KeyPath
 
-__all__ = ["check_arguments", "import_function"]
+__all__ = ["NoModuleError", "check_arguments", "import_function", "import_module", "public_functions"]
 
 
 def import_function(file: RecipeFile, path: KeyPath, import_path: str) -> Callable[..., Any]:
@@ -27,7 +28,7 @@ def import_function(file: RecipeFile, path: KeyPath, import_path: str) -> Callab
     function = getattr(module, name, None)
     if callable(function):
         return function
-    names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+    names = public_functions(module)
     raise file.error(
         Problem(
             path,
@@ -70,22 +71,41 @@ def check_arguments(
 
 
 def _import_module(file: RecipeFile, path: KeyPath, name: str) -> ModuleType:
-    folder = str(file.path.resolve().parent)
-    if folder not in sys.path:
-        # Last, so that a file beside the recipe never hides an installed package.
-        sys.path.append(folder)
+    folder = file.path.resolve().parent
+    try:
+        return import_module(name, folder)
+    except NoModuleError as error:
+        what = f"There is no module {error.missing!r}"
+        allowed = f"a module on Python's import path or in {folder}"
+        raise file.error(Problem(path, what, f"{path[-1]} = {toml_text(f'{name}:...')}", allowed)) from None
+
+
+class NoModuleError(Exception):
+    """There is no module of a name, or of the part ``missing`` of it. Whoever asked for it says where the name came from."""
+
+    def __init__(self, missing: str):
+        super().__init__(missing)
+        self.missing = missing
+
+
+def import_module(name: str, folder: Path) -> ModuleType:
+    """The module ``name``, also looked for in ``folder``: last, so that a file there never hides an installed package.
+
+    Raises:
+        NoModuleError: there is none.
+    """
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
         if missing != name and not name.startswith(f"{missing}."):
-            # The module is there; something that it imports is not. That is no mistake of the recipe.
+            # The module is there; something that it imports is not. That is no mistake of who named it.
             raise
-        raise file.error(
-            Problem(
-                path,
-                f"There is no module {missing!r}",
-                f"{path[-1]} = {toml_text(f'{name}:...')}",
-                f"a module on Python's import path or in {folder}",
-            )
-        ) from None
+        raise NoModuleError(missing) from None
+
+
+def public_functions(module: ModuleType) -> list[str]:
+    """The names of what can be called in ``module``, in order."""
+    return sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))

@@ -19,11 +19,13 @@ class Cause:
       name: a short name, as for ``--allow``.
       what: what it is.
       remedy: what to do about it.
+      allowable: whether it can be taken out of the comparison.
     """
 
     name: str
     what: str
     remedy: str
+    allowable: bool = False
 
 
 CAUSES = {
@@ -52,12 +54,14 @@ CAUSES = {
             "BatchNormalization normalises each slice with its own statistics.",
             "Make the strategy with sync_batch_norm=True (in a recipe: sync_batch_norm = true in [strategy]), or accept it: "
             "--allow batch-norm.",
+            allowable=True,
         ),
         Cause(
             "dropout",
             "Layers that draw random numbers draw others on other slices.",
             "This is as it should be. To compare the rest: --allow dropout. For the same numbers on any number of devices: "
             "logical_replicas.",
+            allowable=True,
         ),
     )
 }

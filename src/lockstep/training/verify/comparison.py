@@ -59,17 +59,22 @@ class Comparison:
     undetermined: frozenset[str]
 
     @property
+    def gradients(self) -> list[float]:
+        """The relative difference of the gradient norms in each step; empty where they are not known."""
+        return [_relative(other, reference) for reference, other in self.norms]
+
+    @property
     def worst(self) -> float:
         """The largest difference of all."""
         counted = [d for name, each in self.weights.items() if name not in self.undetermined for d in each]
-        return max([*self.losses, *(_relative(b, a) for a, b in self.norms), *counted])
+        return max([*self.losses, *self.gradients, *counted])
 
     @property
     def parting(self) -> Parting | None:
         """The first step in which something is further apart than allowed; None if there is none."""
         for i, loss in enumerate(self.losses):
             apart = [n for n, each in self.weights.items() if n not in self.undetermined and not each[i] <= self.tolerance]
-            gradient = _relative(*self.norms[i][::-1]) if self.norms else None
+            gradient = self.gradients[i] if self.norms else None
             if apart or not loss <= self.tolerance or not (gradient or 0.0) <= self.tolerance:
                 variable = apart[0] if apart else None
                 return Parting(i + 1, loss, gradient, variable, self.weights[variable][i] if variable else 0.0)

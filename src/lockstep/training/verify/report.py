@@ -63,7 +63,7 @@ def _steps(verdict: Verdict) -> Table:
         row = [str(i + 1), f"{found.reference.losses[i]:.6g}", f"{found.other.losses[i]:.6g}", _cell(difference, verdict)]
         if found.norms:
             one, several = found.norms[i]
-            row += [f"{one:.6g}", f"{several:.6g}", _cell(abs(several - one) / one if one else float(several != one), verdict)]
+            row += [f"{one:.6g}", f"{several:.6g}", _cell(found.gradients[i], verdict)]
         table.add_row(*row)
     return table
 

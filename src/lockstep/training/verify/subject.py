@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import VerifyError
+from lockstep.training.import_path import NoModuleError, import_module, public_functions
 from lockstep.training.recipe_file import RecipeFile, load_recipe
 from lockstep.training.recipe_problems import nearest
 
@@ -71,21 +70,17 @@ def from_function(target: str) -> Build:
         raise VerifyError(
             f'Neither a recipe nor a function. Received: {target!r}. Allowed: a TOML file, or "module:function" for {_ALLOWED}.'
         )
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
+    folder = Path.cwd()
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if missing != module_name and not module_name.startswith(f"{missing}."):
-            raise
+        module = import_module(module_name, folder)
+    except NoModuleError as error:
         raise VerifyError(
-            f"There is no module {missing!r}. Received: {target!r}. Allowed: a module on Python's import path or in {folder}."
+            f"There is no module {error.missing!r}. Received: {target!r}. "
+            f"Allowed: a module on Python's import path or in {folder}."
         ) from None
     function = getattr(module, name, None)
     if not callable(function):
-        names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        names = public_functions(module)
         guess = nearest(name, names)
         hint = f" Did you mean {guess!r}?" if guess else ""
         raise VerifyError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import VerifyError
@@ -13,9 +13,6 @@ from lockstep.training.verify.subject import Build, from_function, from_recipe
 from lockstep.training.verify.trial import Trial, run_trial
 
 __all__ = ["Verdict", "verify"]
-
-# Causes that can be taken out of the comparison.
-ALLOWABLE = ("batch-norm", "dropout")
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,10 @@ def _check_arguments(replicas: int | None, steps: int, tolerance: float, allow: 
         raise VerifyError(f"At least one step is compared. Received: {steps} steps. Allowed: 1 or more.")
     if not 0 < tolerance < 1:
         raise VerifyError(f"The tolerance is a relative difference. Received: {tolerance}. Allowed: above 0 and below 1.")
-    unknown = [name for name in allow if name not in ALLOWABLE]
+    allowable = [cause.name for cause in CAUSES.values() if cause.allowable]
+    unknown = [name for name in allow if name not in allowable]
     if unknown:
-        known = ", ".join(ALLOWABLE)
+        known = ", ".join(allowable)
         raise VerifyError(f"This cannot be taken out of the comparison. Received: {unknown[0]!r}. Allowed: {known}.")
 
 
@@ -123,8 +121,6 @@ class _Trials:
             self._strategies[sync] = self._strategy(sync)
         reference = self._first[random]
         other = run_trial(self._build, self._strategies[sync], self._steps, self._seed, reference.start, random)
-        if sync:
-            other = replace(other, unsynchronized=[])
         return compare(reference, other, self._tolerance)
 
 
@@ -150,6 +146,3 @@ def _default_replicas() -> int:
     import tensorflow as tf
 
     return max(2, len(tf.config.get_visible_devices("GPU")))
-
-
-assert set(ALLOWABLE) <= set(CAUSES)
