@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from lockstep.engine import devices as devices_
 from lockstep.engine import feed, keras_private, losses
+from lockstep.engine import update as update_
 from lockstep.engine.accumulate import accumulate, check_count
 from lockstep.engine.extended import Extended, Options
 from lockstep.engine.replicas import StepFunction
@@ -43,11 +44,14 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         halves the bytes. They are summed in float32. Default: the gradients' own dtype, which loses nothing.
       micro_batches: Keras ``fit`` works through each slice in this many parts, one after the other, and updates once: the
         memory of a small batch, the result of the large one (see `accumulate`).
+      update: how a Keras optimizer's update is done. "mirrored": every replica repeats all of it. "sharded": where an
+        optimizer treats each element by itself, every replica updates 1/N of the elements and holds 1/N of the slots (Xu et
+        al. 2020, arXiv 2004.13336). "auto": sharded for the variables that are large enough for it to be faster.
 
     Raises:
       DeviceError: unknown, repeated, mixed or too few devices, or logical replicas that are no multiple of them.
       TooLateError: CPU devices would have to be created after TensorFlow has started.
-      ValueError: another ``exchange_dtype``, an unknown exchange, or ``micro_batches`` below 1.
+      ValueError: another ``exchange_dtype`` or ``update``, an unknown exchange, or ``micro_batches`` below 1.
       UnsupportedVersionError: TensorFlow or Keras is a version whose internals are not known.
 
     >>> import keras, numpy as np
@@ -73,8 +77,11 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         sync_batch_norm: bool = False,
         exchange_dtype: Any = None,
         micro_batches: int = 1,
+        update: str = "auto",
     ):
-        options = Options(check_finite, sync_batch_norm, _exchange_dtype(exchange_dtype), check_count(micro_batches))
+        options = Options(
+            check_finite, sync_batch_norm, _exchange_dtype(exchange_dtype), check_count(micro_batches), update_.choice(update)
+        )
         keras_private.install()
         losses.install()
         names = devices_.resolve(devices, replicas, logical_replicas)

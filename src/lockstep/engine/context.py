@@ -18,6 +18,7 @@ from lockstep.engine.tf_private import ReduceOp, ReplicaContext, default_graph, 
 from lockstep.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from lockstep.engine.shards import ShardLayout
     from lockstep.engine.trace import Trace
     from lockstep.engine.weights import Weights
 
@@ -59,6 +60,7 @@ class Replica:
         # The micro-batch that is being computed, and the updates held back until all of them are.
         self.micro_batch: MicroBatch | None = None
         self.held: list[Any] | None = None
+        self.scattered = False
         self._exact_depth = 0
         self._own_depth = 0
 
@@ -125,13 +127,19 @@ class Replica:
             self._own_depth -= 1
 
     @contextlib.contextmanager
-    def equal_writes(self) -> Iterator[None]:
-        """Within this block every replica computes the same values, so copies need not be made equal afterwards."""
+    def equal_writes(self, scattered: bool = False) -> Iterator[None]:
+        """Within this block every replica computes the same values, so copies need not be made equal afterwards.
+
+        Args:
+          scattered: whether the gradients at hand are this replica's shards where the update is shared out (see `update`).
+        """
         self._exact_depth += 1
+        self.scattered = scattered
         try:
             yield
         finally:
             self._exact_depth -= 1
+            self.scattered = False
 
 
 # The variables that a step has written locally, by id, and whether by adding to them.
@@ -222,6 +230,11 @@ class TracedContext(ReplicaContext):
             return whole, gradient
 
         return nest.map_structure(lambda v: gathered(tf.convert_to_tensor(v)), value)
+
+    def scatter(self, xs: list[tf.Tensor], layouts: list[ShardLayout]) -> list[tf.Tensor]:
+        """This replica's shard of the sum of each tensor over all replicas."""
+        marked = zip(self.lockstep.masked(xs), layouts, strict=True)
+        return [self.trace.mark_scatter(x, layout) for x, layout in marked]
 
     def _exchange(self, op: ReduceOp, xs: list[Any]) -> list[Any]:
         xs = self.lockstep.masked([_as_value(x) for x in xs])

@@ -150,11 +150,18 @@ def _exchange(extended: Any, marks: Sequence[Mark], bindings: list[Bindings]) ->
         sums = extended.exchange.reduce(tensors, [m.kind == "mean" for m in reduced])
         for mark, total in zip(reduced, sums, strict=True):
             _bind_all(mark, [total], bindings)
+    joined = [m for m in marks if m.kind == "join"]
+    shards = [[bound[m.inputs[0].name] for bound in bindings] for m in joined]
+    for mark, whole in zip(joined, extended.exchange.join(shards, [m.layout for m in joined]), strict=True):
+        _bind_all(mark, [whole], bindings)
     checks = []
     for position, mark in enumerate(marks):
         values = [[bound[x.name] for x in mark.inputs] for bound in bindings]
         if mark.kind == "first":
             _bind_all(mark, values[0], bindings)
+        elif mark.kind == "scatter":
+            for bound, shard in zip(bindings, extended.exchange.scatter([v[0] for v in values], mark.layout), strict=True):
+                bound[mark.outputs[0].name] = shard
         elif mark.kind == "rows":
             _bind_all(mark, extended.exchange.join_rows(values, mark.mean, position), bindings)
         elif mark.kind == "gather":

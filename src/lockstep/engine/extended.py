@@ -13,6 +13,7 @@ import tensorflow as tf
 from lockstep.engine import datasets, replicas, values, variables
 from lockstep.engine.context import SoleContext, ThreadReplica, TracedContext, TracedReplica, Written, current
 from lockstep.engine.exchange import choose
+from lockstep.engine.shards import ShardLayout
 from lockstep.engine.tf_private import (
     DistributedVariable,
     Mirrored,
@@ -38,6 +39,7 @@ class Options:
     sync_batch_norm: bool = False
     exchange_dtype: tf.DType | None = None
     micro_batches: int = 1
+    update: str = "auto"
 
 
 class Extended(StrategyExtended):
@@ -113,6 +115,20 @@ class Extended(StrategyExtended):
         )
 
     # Variables.
+
+    @contextlib.contextmanager
+    def sharded(self, layout: ShardLayout, whose: Any) -> Iterator[None]:
+        """The variable made in this block and thread is one of which each replica holds a shard (`shards`)."""
+        self._runs.next_is_sharded = layout, whose
+        try:
+            yield
+        finally:
+            self._runs.next_is_sharded = None
+
+    @property
+    def next_is_sharded(self) -> tuple[ShardLayout, Any] | None:
+        """How the variable being made is cut, and which variable it belongs to; None for a mirrored one."""
+        return getattr(self._runs, "next_is_sharded", None)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         return variables.create(self, next_creator, **kwargs)

@@ -15,6 +15,9 @@ KNOWN: dict[str, frozenset[str]] = {
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": frozenset(
         {"935ee2c9f12d56a4", "bb1ee993ba1389e9"}
     ),
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer.add_variable_from_reference": frozenset({"77a7652afbf6359e"}),
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_update_step": frozenset({"9564c841b1cf2adb"}),
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._apply_weight_decay": frozenset({"9b333dc8d1f9500d"}),
     "keras.src.layers.rnn.rnn:RNN.call": frozenset({"c58663d0c1675188", "dfb0a9ecdb598bf8"}),
     "keras.src.trainers.trainer:Trainer._compute_loss": frozenset({"53b2882784d50fed"}),
     "keras.src.backend.common.variables:Variable.assign_add": frozenset({"c3ec4b2cb7a1bab9"}),

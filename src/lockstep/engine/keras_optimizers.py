@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engine import keras_steps
+from lockstep.engine import keras_steps, update
 from lockstep.engine.context import current, sum_over_replicas
 from lockstep.engine.tf_private import DistributedVariable
 from lockstep.errors import StrategyMismatchError
@@ -39,11 +39,14 @@ def apply(original: Callable) -> Callable:
             _observe(strategy, self, grads, trainable_variables)
             with tf.control_dependencies(checked):
                 return original(self, grads, trainable_variables)
-        present = [i for i, g in enumerate(grads) if g is not None]
-        handed_in = [_cast(grads[i], strategy.extended.options.exchange_dtype) for i in present]
-        for i, total in zip(present, sum_over_replicas(handed_in), strict=True):
+        handed_in = {i: _cast(g, strategy.extended.options.exchange_dtype) for i, g in enumerate(grads) if g is not None}
+        variables = trainable_variables or self._trainable_variables
+        shards = {} if strategy.extended.observers else update.scatter(self, handed_in, variables)
+        whole = [i for i in handed_in if i not in shards]
+        sums = dict(zip(whole, sum_over_replicas([handed_in[i] for i in whole]), strict=True)) if whole else {}
+        for i, total in {**sums, **shards}.items():
             grads[i] = _cast(total, grads[i].dtype)
-        with replica.equal_writes(), tf.control_dependencies(checked):
+        with replica.equal_writes(scattered=bool(shards)), tf.control_dependencies(checked):
             _observe(strategy, self, grads, trainable_variables)
             return original(self, grads, trainable_variables)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import keras
 
-from lockstep.engine import keras_layers, keras_losses, keras_optimizers, keras_steps
+from lockstep.engine import keras_layers, keras_losses, keras_optimizers, keras_steps, update
 from lockstep.engine.keras_fingerprints import KNOWN, SUPPORTED
 from lockstep.errors import UnsupportedVersionError
 
@@ -71,6 +71,7 @@ def _dumped(node: ast.AST) -> str:
     return repr(node)
 
 
+_OPTIMIZER = "keras.src.backend.tensorflow.optimizer"
 _TRAINER = "keras.src.backend.tensorflow.trainer"
 SEAMS = (
     Seam("keras.src.losses.loss", "scale_loss_for_distribution", keras_losses.scale_loss, "slices weigh b_r/b, not 1/N"),
@@ -105,11 +106,14 @@ SEAMS = (
         "an overflow anywhere skips everywhere",
     ),
     Seam(
-        "keras.src.backend.tensorflow.optimizer",
+        _OPTIMIZER,
         "TFOptimizer._all_reduce_sum_gradients",
         keras_optimizers.all_reduce_sum_gradients,
         "gradients are summed already",
     ),
+    Seam(_OPTIMIZER, "TFOptimizer.add_variable_from_reference", update.add_slot, "each replica holds a shard of the slots"),
+    Seam(_OPTIMIZER, "TFOptimizer._backend_update_step", update.update_step, "each replica updates its shards"),
+    Seam(_OPTIMIZER, "TFOptimizer._apply_weight_decay", update.weight_decay, "shards decay with their update"),
     Seam(
         "keras.src.trainers.trainer",
         "Trainer._compute_loss",

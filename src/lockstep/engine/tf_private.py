@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ from tensorflow.python.framework import (  # noqa: E402
     ops,
 )
 from tensorflow.python.grappler import cluster, tf_optimizer  # noqa: E402
-from tensorflow.python.ops import handle_data_util  # noqa: E402
+from tensorflow.python.ops import handle_data_util, resource_variable_ops  # noqa: E402
 from tensorflow.python.ops.control_flow_v2_func_graphs import (  # noqa: E402
     CondBranchFuncGraph,
     WhileBodyFuncGraph,
@@ -223,6 +224,11 @@ def run_in_threads(strategy: tf.distribute.Strategy, fn: Callable, args: Any, kw
     return mirrored_run._call_for_each_replica(strategy, fn, args, kwargs)
 
 
+def threads_can_meet() -> bool:
+    """Whether a replica in a thread can call ``merge_call`` here: not in a graph that it has opened since it started."""
+    return getattr(threading.current_thread(), "graph", None) is ops.get_default_graph() or context.executing_eagerly()
+
+
 def clone_function(function: Any, python_function: Callable) -> Any:
     """A tf.function with the same options as ``function`` around another Python function."""
     return function._clone(python_function=python_function)
@@ -237,10 +243,12 @@ def quiet_device_copies() -> Iterator[None]:
 
 def create_mirrored_variable(strategy: Any, create: Callable[..., list], policies: dict, **kwargs: Any) -> Any:
     """The distributed variable around the per-replica variables that ``create`` returns."""
-    return distribute_utils.create_mirrored_variable(strategy, create, {"VariableClass": _Variable}, policies, **kwargs)
+    return distribute_utils.create_mirrored_variable(strategy, create, {"VariableClass": MirroredVariable}, policies, **kwargs)
 
 
-class _Variable(DistributedVariable):
+class MirroredVariable(DistributedVariable):
+    """What TensorFlow's distributed variables lack outside of a scope."""
+
     def _get(self) -> Any:
         """Its value here; outside of any scope, too, a replica-local variable is the aggregate and not replica 0's part."""
         if not isinstance(self._policy, OnReadPolicy):
@@ -265,6 +273,11 @@ class _Variable(DistributedVariable):
 
     def __bool__(self) -> bool:
         return bool(self.numpy())
+
+
+def plain_variable(**kwargs: Any) -> Any:
+    """A variable with one copy, whatever the scope."""
+    return resource_variable_ops.default_variable_creator_v2(None, **kwargs)
 
 
 def regroup(per_replica: Sequence[Any], always_wrap: bool = False) -> Any:

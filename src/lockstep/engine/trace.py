@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engine.context import FallBack, NeedsInlining, TracedContext, Written
+from lockstep.engine.shards import ShardLayout
 from lockstep.engine.tf_private import (
     BranchGraph,
     CompositeTensor,
@@ -41,12 +42,14 @@ class Mark:
 
     Attributes:
       kind: "sum", "mean", "first" (replica 0's value for all), "gather" (along ``axis``), "rows" (IndexedSlices, summed
-        or averaged by joining their rows), "check" (stop unless all replicas hand in True) or "cond" (all replicas go
-        through one of two branches, in which there are marks; the first input says through which).
+        or averaged by joining their rows), "scatter" (the sum, of which each gets its shard), "join" (the whole of which
+        each hands in its shard), "check" (stop unless all replicas hand in True) or "cond" (all replicas go through one of
+        two branches, in which there are marks; the first input says through which).
       inputs: what each replica hands in.
       outputs: what each gets back.
       ops: the names of the ops that the outputs belong to.
       branches: of a cond, what is done if True and if False.
+      layout: of a scatter or a join, how the whole is cut.
       message: of a check, what to say where it fails; "replica", its number and the step (a second input) are added.
     """
 
@@ -58,6 +61,7 @@ class Mark:
     op: str = ""
     branches: tuple[Region, ...] = ()
     message: str = ""
+    layout: ShardLayout | None = None
 
     @property
     def ops(self) -> set[str]:
@@ -161,6 +165,22 @@ class Trace:
             whole = _open(x, [None] * x.shape.rank if x.shape.rank is not None else None)
         self._add(Mark("gather", (x,), (whole,), axis=axis))
         return whole
+
+    def mark_scatter(self, x: tf.Tensor, layout: ShardLayout) -> tf.Tensor:
+        """The replica's shard of the sum of ``x`` over replicas: shape ``[layout.length]``."""
+        with self._cut():
+            x = _here(x)
+            y = tf.raw_ops.Placeholder(dtype=x.dtype, shape=[layout.length], name="scattered")
+        self._add(Mark("scatter", (x,), (y,), layout=layout))
+        return y
+
+    def mark_join(self, shard: tf.Tensor, layout: ShardLayout) -> tf.Tensor:
+        """The whole tensor of which each replica hands in its ``shard``."""
+        with self._cut():
+            shard = _here(shard)
+            y = tf.raw_ops.Placeholder(dtype=shard.dtype, shape=layout.shape, name="joined")
+        self._add(Mark("join", (shard,), (y,), layout=layout))
+        return y
 
     def mark_check(self, right: tf.Tensor, message: str, step: tf.Tensor | None = None) -> tf.Tensor:
         """Stops the step with ``message`` unless ``right`` holds on every replica; what waits for the result runs after."""

@@ -21,12 +21,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from lockstep.engine import shards
 from lockstep.engine.context import FallBack, Replica, TracedContext, current, masked
 from lockstep.engine.tf_private import (
     OnReadPolicy,
     OnWritePolicy,
     ReduceOp,
     create_mirrored_variable,
+    plain_variable,
     quiet_device_copies,
 )
 
@@ -44,6 +46,10 @@ def create(extended: Any, next_creator: Callable, **kwargs: Any) -> Any:
 
 
 def _create(extended: Any, next_creator: Callable, kwargs: dict[str, Any]) -> Any:
+    if extended.next_is_sharded is not None:
+        layout, whose = extended.next_is_sharded
+        return shards.create(extended, next_creator, layout, whose, kwargs)
+
     def create_components(**kwargs: Any) -> list[tf.Variable]:
         components: list[tf.Variable] = []
         for replica, device in enumerate(extended.devices):
@@ -65,6 +71,18 @@ def _create(extended: Any, next_creator: Callable, kwargs: dict[str, Any]) -> An
     for component in variable.values:
         component.handle._lockstep_variable = weakref.ref(variable)
     return variable
+
+
+def mirrored(extended: Any, value: tf.Tensor, name: str) -> Any:
+    """A mirrored variable that is not trained, starting from ``value``; made outside of any graph, also in a replica."""
+    kwargs = {
+        "initial_value": value,
+        "trainable": False,
+        "name": name,
+        "synchronization": tf.VariableSynchronization.AUTO,
+        "aggregation": _NONE,
+    }
+    return _create(extended, plain_variable, kwargs)
 
 
 def _create_around(trace: Any, extended: Any, next_creator: Callable, kwargs: dict[str, Any]) -> Any:

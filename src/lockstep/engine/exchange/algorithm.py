@@ -11,6 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from lockstep.engine.shards import ShardLayout
+
 
 class Exchange:
     """Reduces per-replica tensors; subclasses say which device owns which tensor."""
@@ -43,6 +45,22 @@ class Exchange:
                 total = add(values)
                 reduced.append(total / tf.cast(len(values), total.dtype) if average else total)
         return reduced
+
+    def scatter(self, values: Sequence[tf.Tensor], layout: ShardLayout) -> list[tf.Tensor]:
+        """Sums over replicas; each replica gets, on its device, its shard of the sum alone (reduce-scatter)."""
+        shards = []
+        for replica, device in enumerate(self.devices):
+            with tf.device(device):
+                shards.append(add([layout.own(value, replica) for value in values]))
+        return shards
+
+    def join(self, shards: Sequence[Sequence[tf.Tensor]], layouts: Sequence[ShardLayout]) -> list[tf.Tensor]:
+        """The whole tensors from one shard per replica of each (all-gather), each put together on one device for all."""
+        joined = []
+        for values, layout, owner in zip(shards, layouts, self.owners([layout.size for layout in layouts]), strict=True):
+            with tf.device(self.devices[owner]):
+                joined.append(layout.join(values))
+        return joined
 
     def join_rows(self, slices: Sequence[Sequence[tf.Tensor]], mean: bool, position: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Sums sparse gradients by joining their rows: per replica (values, indices) -> all values, all indices."""

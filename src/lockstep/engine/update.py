@@ -1,0 +1,235 @@
+"""The sharded weight update: each replica updates its shard of a variable, then all put the whole together.
+
+Mirrored, every replica repeats the whole update and holds all of the optimizer's slots. Where an optimizer treats each
+element by itself, N replicas can update an Nth each: reduce-scatter of the gradient, update, all-gather of the weights. It
+costs no more to exchange than the all-reduce it replaces, and slots take an Nth of the memory (Xu et al. 2020, "Automatic
+Cross-Replica Sharding of Weight Update in Data-Parallel Training", arXiv 2004.13336).
+
+The optimizer is the user's own: its ``update_step`` runs on shards in place of variables. Which variables are shared out is
+decided where their slots are made, since a slot is then a `ShardedVariable`. A variable whose gradient turns out to be
+sparse gets whole slots back, because Keras treats sparse gradients in a way that densifying them would change.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.engine import variables
+from lockstep.engine.context import TracedContext, current
+from lockstep.engine.shards import ShardedVariable, ShardLayout
+from lockstep.engine.tf_private import DistributedVariable, threads_can_meet
+
+CHOICES = ("auto", "sharded", "mirrored")
+
+# Their update of an element depends on nothing but that element of the variable, the gradient and the slots.
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion")
+_STEPS = frozenset(getattr(keras.optimizers, name).update_step for name in _ELEMENTWISE)
+# Kept whole: all replicas add to an accumulator, and an average is read as the variable's stand-in.
+_WHOLE_SLOTS = ("average", "gradient_accumulator")
+# The redundant part of the work that overlapping shards may cost.
+_LARGEST_OVERHEAD = 0.05
+# Below this size, putting the variable together again costs more than the update that is saved.
+_AUTO_ELEMENTS = 1 << 16
+
+# optimizer -> the layouts of the variables whose update it shares out, by the variable's unique id.
+_layouts: weakref.WeakKeyDictionary[Any, dict[Any, ShardLayout]] = weakref.WeakKeyDictionary()
+_unsharding = threading.RLock()
+
+
+def choice(update: str) -> str:
+    """``MirroredStrategy(update=...)``, checked.
+
+    Raises:
+      ValueError: not one of `CHOICES`.
+    """
+    if update not in CHOICES:
+        raise ValueError(
+            f"Unknown kind of update. Received: update={update!r}. Allowed: {', '.join(map(repr, CHOICES))}. "
+            "Leave it out to share the update out where that is faster."
+        )
+    return update
+
+
+def layouts_of(optimizer: Any) -> dict[Any, ShardLayout]:
+    """How the variables whose update ``optimizer`` shares out are cut, by their unique id."""
+    return _layouts.get(optimizer, {})
+
+
+def _new_layout(optimizer: Any, variable: Any, name: str | None) -> ShardLayout | None:
+    """How a new slot of ``variable`` is cut; None if it is mirrored."""
+    extended = optimizer._distribution_strategy.extended
+    choice = getattr(getattr(extended, "options", None), "update", "mirrored")
+    if choice == "mirrored" or extended.replicas == 1 or name in _WHOLE_SLOTS:
+        return None
+    if type(optimizer).update_step not in _STEPS or not isinstance(variable, DistributedVariable):
+        return None
+    if not variable.shape.is_fully_defined() or not variable.dtype.is_floating:
+        return None
+    layout = ShardLayout(tuple(variable.shape.as_list()), extended.replicas, variable.dtype)
+    if layout.size < (_AUTO_ELEMENTS if choice == "auto" else 1) or layout.overhead > _LARGEST_OVERHEAD:
+        return None
+    return layout
+
+
+def add_slot(original: Callable) -> Callable:
+    """Wraps TFOptimizer.add_variable_from_reference: the slot is a sharded variable where the update is shared out."""
+
+    @functools.wraps(original)
+    def add_variable_from_reference(self: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
+        variable = _value(reference_variable)
+        layout = _new_layout(self, variable, name)
+        if layout is None:
+            return original(self, reference_variable, name=name, initializer=initializer)
+        _layouts.setdefault(self, {})[variable._unique_id] = layout
+        with self._distribution_strategy.extended.sharded(layout, variable._unique_id):
+            return original(self, reference_variable, name=name, initializer=initializer)
+
+    return add_variable_from_reference
+
+
+def weight_decay(original: Callable) -> Callable:
+    """Wraps TFOptimizer._apply_weight_decay: what is updated in shards decays in shards (`update_step`)."""
+
+    @functools.wraps(original)
+    def _apply_weight_decay(self: Any, trainable_variables: Any) -> None:
+        if _is_in_replica():
+            trainable_variables = [v for v in trainable_variables if _value(v)._unique_id not in layouts_of(self)]
+        return original(self, trainable_variables)
+
+    return _apply_weight_decay
+
+
+def update_step(original: Callable) -> Callable:
+    """Wraps TFOptimizer._backend_update_step: each replica updates its shards; the rest goes the optimizer's own way."""
+
+    @functools.wraps(original)
+    def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        pairs = list(zip(grads, trainable_variables, strict=True))
+        if not _is_in_replica() or not layouts_of(self):
+            return original(self, grads, trainable_variables, learning_rate)
+        for gradient, variable in pairs:
+            if isinstance(gradient, tf.IndexedSlices) or not _can_join():
+                make_whole(self, _value(variable)._unique_id)
+        layouts = layouts_of(self)
+        shared = [pair for pair in pairs if _value(pair[1])._unique_id in layouts]
+        whole = [pair for pair in pairs if _value(pair[1])._unique_id not in layouts]
+        if whole:
+            original(self, *(list(each) for each in zip(*whole, strict=True)), learning_rate)
+        if shared:
+            _update_shards(self, shared, learning_rate)
+
+    return _backend_update_step
+
+
+def scatter(optimizer: Any, grads: dict[int, Any], trainable: Sequence[Any]) -> dict[int, tf.Tensor]:
+    """This replica's shards of the sums over replicas of those gradients whose update is shared out, by position.
+
+    Empty where whole gradients are needed: to clip by their norms, to add them up first, to look for overflow.
+    """
+    layouts = layouts_of(optimizer)
+    for i, gradient in grads.items():
+        if layouts and isinstance(gradient, tf.IndexedSlices):
+            make_whole(optimizer, _value(trainable[i])._unique_id)
+    needs_whole = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.gradient_accumulation_steps
+    context = tf.distribute.get_replica_context()
+    if needs_whole or hasattr(optimizer, "inner_optimizer") or not isinstance(context, TracedContext):
+        return {}
+    cut = {i: layouts[_value(trainable[i])._unique_id] for i in grads if _value(trainable[i])._unique_id in layouts}
+    if not cut:
+        return {}
+    return dict(zip(cut, context.scatter([grads[i] for i in cut], list(cut.values())), strict=True))
+
+
+def _update_shards(optimizer: Any, pairs: list[tuple[Any, Any]], learning_rate: Any) -> None:
+    context = tf.distribute.get_replica_context()
+    replica = current()
+    assert replica is not None
+    number = context.replica_id_in_sync_group
+    updated = []
+    for gradient, variable in pairs:
+        variable = _value(variable)
+        layout = layouts_of(optimizer)[variable._unique_id]
+        shard = Shard(variable, layout.own(variable._get().read_value(), number))
+        if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
+            rate, decay = (tf.cast(x, shard.dtype) for x in (optimizer.learning_rate, optimizer.weight_decay))
+            shard.assign_sub(shard.tensor * decay * rate)
+        optimizer.update_step(gradient if replica.scattered else layout.own(gradient, number), shard, learning_rate)
+        updated.append((variable, shard.tensor, layout))
+    for (variable, _, _), value in zip(updated, _join(context, updated), strict=True):
+        variable._get().assign(value, read_value=False)
+
+
+def _join(context: Any, updated: list[tuple[Any, tf.Tensor, ShardLayout]]) -> list[tf.Tensor]:
+    """The whole value of each variable, from this and the other replicas' shards."""
+    if isinstance(context, TracedContext):
+        return [context.trace.mark_join(shard, layout) for _, shard, layout in updated]
+    layouts = [layout for _, _, layout in updated]
+
+    def together(strategy: Any, *shards: Any) -> Any:
+        return strategy.extended.exchange.join([s.values for s in shards], layouts)
+
+    return context.merge_call(together, args=tuple(shard for _, shard, _ in updated))
+
+
+class Shard:
+    """What an optimizer's ``update_step`` gets in place of a variable: a shard of it, that can be read and assigned to.
+
+    Args:
+      variable: the whole variable.
+      tensor: this replica's shard of its value.
+    """
+
+    def __init__(self, variable: Any, tensor: tf.Tensor):
+        self.tensor = tensor
+        self.dtype, self.name = variable.dtype, variable.name
+        self._unique_id = variable._unique_id
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self.tensor.shape
+
+    def assign(self, value: Any) -> None:
+        self.tensor = tf.ensure_shape(tf.convert_to_tensor(value, dtype=self.dtype), self.shape)
+
+    def assign_add(self, value: Any) -> None:
+        self.assign(self.tensor + value)
+
+    def assign_sub(self, value: Any) -> None:
+        self.assign(self.tensor - value)
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return self.tensor if dtype in (None, self.dtype) else tf.cast(self.tensor, dtype)
+
+
+def make_whole(optimizer: Any, whose: Any) -> None:
+    """Gives every replica the whole slots of a variable back, whose update cannot be shared out after all."""
+    with _unsharding:
+        if layouts_of(optimizer).pop(whose, None) is None:
+            return
+        with tf.init_scope():
+            for slot in optimizer._variables:
+                shards = slot.value
+                if isinstance(shards, ShardedVariable) and shards.whose == whose:
+                    extended = optimizer._distribution_strategy.extended
+                    slot._value = variables.mirrored(extended, shards.first_or_whole(), slot.name)
+
+
+def _can_join() -> bool:
+    """Whether replicas can meet here: not in a branch where each is traced in a thread of its own."""
+    return isinstance(tf.distribute.get_replica_context(), TracedContext) or threads_can_meet()
+
+
+def _is_in_replica() -> bool:
+    replica = current()
+    return replica is not None and replica.replicas > 1
+
+
+def _value(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable
