@@ -219,8 +219,8 @@ def test_a_model_function_that_returns_something_else(tmp_path: Path) -> None:
         ('devices = ["GPU:0", "GPU:1"]', {"devices": ["GPU:0", "GPU:1"]}),
         ("logical_replicas = 8", {"logical_replicas": 8}),
         (
-            'sync_batch_norm = true\nexchange_dtype = "bfloat16"\ncheck_finite = true',
-            {"sync_batch_norm": True, "exchange_dtype": "bfloat16", "check_finite": True},
+            'sync_batch_norm = true\nexchange_dtype = "bfloat16"\nupdate = "sharded"\ncheck_finite = true',
+            {"sync_batch_norm": True, "exchange_dtype": "bfloat16", "update": "sharded", "check_finite": True},
         ),
         ("[batch]\nmicro_batches = 4", {"micro_batches": 4}),
     ],
@@ -229,5 +229,12 @@ def test_the_strategy_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setitem(vars(lockstep), "MirroredStrategy", lambda devices, **kwargs: {"devices": devices, **kwargs})
     rest = "" if "[batch]" in section else "\n[batch]"
     file = recipe_with(tmp_path, "[batch]", f"[strategy]\n{section}{rest}")
-    nothing = {"devices": None, "replicas": None, "logical_replicas": None, "exchange_dtype": None, "micro_batches": 1}
+    nothing = {
+        "devices": None,
+        "replicas": None,
+        "logical_replicas": None,
+        "exchange_dtype": None,
+        "update": "auto",
+        "micro_batches": 1,
+    }
     assert build_strategy(file) == {**nothing, "check_finite": False, "sync_batch_norm": False, **expected}

@@ -79,7 +79,7 @@ MISTAKES = {
         "replicas = 2",
         "zzz = 2",
         "line 8: 'zzz' is not a key of [strategy]. Received: zzz = 2. Allowed: replicas, devices, "
-        "logical_replicas, sync_batch_norm, exchange_dtype, check_finite.",
+        "logical_replicas, sync_batch_norm, exchange_dtype, update, check_finite.",
     ),
     "micro-batches": (
         "global = 64",

@@ -171,7 +171,7 @@ def create(extended: Any, next_creator: Callable, layout: ShardLayout, whose: An
     """A sharded variable; ``kwargs`` are those of the whole one."""
     given: Any = kwargs["initial_value"]
 
-    def initial() -> tf.Tensor:
+    def initial() -> Any:
         return given() if callable(given) else tf.convert_to_tensor(given)
 
     shards: list[Any] = []

@@ -36,6 +36,7 @@ def strategy_options(file: RecipeFile) -> dict[str, Any]:
         "check_finite": wanted.check_finite,
         "sync_batch_norm": wanted.sync_batch_norm,
         "exchange_dtype": wanted.exchange_dtype,
+        "update": wanted.update,
         "micro_batches": file.recipe.batch.micro_batches,
     }
 

@@ -87,6 +87,11 @@ class Strategy(Section):
     exchange_dtype: Literal["bfloat16", "float16", "float32"] | None = key(
         '"bfloat16", "float16" or "float32"', "What gradients are rounded to for the exchange.", default=None
     )
+    update: Literal["auto", "sharded", "mirrored"] = key(
+        '"auto", "sharded" or "mirrored"',
+        "Whether each replica updates its share of the weights and holds its share of the optimizer's slots.",
+        default="auto",
+    )
     check_finite: bool = key("true or false", "Stop before an update whose loss or gradients are not finite.", default=False)
 
     @model_validator(mode="after")
