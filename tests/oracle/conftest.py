@@ -1,4 +1,4 @@
-"""Leaves out the full table, which takes most of an hour, unless it is asked for: ``pytest -m slow tests/oracle``."""
+"""Leaves out the full tables, which take hours, unless they are asked for: ``pytest -m slow tests/oracle``."""
 
 from __future__ import annotations
 

@@ -96,8 +96,13 @@ def _paired(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
     return {"left": left, "right": right}, {"kind": _labels(rng, count), "score": scores}
 
 
+def _logits() -> layers.Layer:
+    """In float32 under any policy: Keras advises that for what a loss is computed from."""
+    return layers.Dense(CLASSES, dtype="float32")
+
+
 def dense() -> keras.Model:
-    return keras.Sequential([keras.Input((8,)), layers.Dense(16, activation="tanh"), layers.Dense(CLASSES)])
+    return keras.Sequential([keras.Input((8,)), layers.Dense(16, activation="tanh"), _logits()])
 
 
 def _convolution(normalization: layers.Layer) -> keras.Model:
@@ -109,7 +114,7 @@ def _convolution(normalization: layers.Layer) -> keras.Model:
             normalization,
             layers.Activation("tanh"),
             layers.Flatten(),
-            layers.Dense(CLASSES),
+            _logits(),
         ]
     )
 
@@ -128,7 +133,7 @@ def recurrent(mask: bool) -> keras.Model:
             keras.Input((TIMESTEPS,), dtype="int32"),
             layers.Embedding(WORDS, 6, mask_zero=mask),
             layers.LSTM(5),
-            layers.Dense(CLASSES),
+            _logits(),
         ]
     )
 
@@ -140,7 +145,7 @@ def tagging() -> keras.Model:
             keras.Input((TIMESTEPS,), dtype="int32"),
             layers.Embedding(WORDS, 6, mask_zero=True),
             layers.LSTM(5, return_sequences=True),
-            layers.Dense(CLASSES),
+            _logits(),
         ]
     )
 
@@ -150,7 +155,7 @@ def attention() -> keras.Model:
     x = layers.MultiHeadAttention(num_heads=2, key_dim=4)(inputs, inputs)
     x = layers.LayerNormalization()(x + inputs)
     x = layers.GlobalAveragePooling1D()(x)
-    return keras.Model(inputs, layers.Dense(CLASSES)(x))
+    return keras.Model(inputs, _logits()(x))
 
 
 def two_outputs() -> keras.Model:
