@@ -16,6 +16,7 @@ from lockstep.engine.extended import Extended, Options
 from lockstep.engine.replicas import StepFunction
 from lockstep.engine.tf_private import DistributedValues, nest
 from lockstep.engine.weights import find_slices
+from lockstep.engine.xla import described
 from lockstep.errors import StrategyMismatchError
 
 
@@ -126,7 +127,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         if self.num_replicas_in_sync > 1 and not find_slices(args) and not _has_per_replica(args):
             args = self.split(args)
-        with self.extended.run_options(borrow=fn.borrow, xla=fn.xla):
+        with self.extended.run_options(borrow=fn.borrow, compiled=fn.compiled):
             results = super().run(fn.function, args=args, kwargs=kwargs, options=options)
         return fn.after(results) if fn.after else results
 
@@ -217,7 +218,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         self._warned_undistributed = True
         n = self.num_replicas_in_sync
         warnings.warn(
-            f"strategy.run({_described(fn)}) was given a batch that is not split over the replicas: a tensor of shape "
+            f"strategy.run({described(fn)}) was given a batch that is not split over the replicas: a tensor of shape "
             f"{tuple(batch.shape)}. Each of the {n} replicas processes all of it: {n} times the work, and {n} times "
             "the gradient. "
             "Add the line\n    dataset = strategy.experimental_distribute_dataset(dataset)\n"
@@ -246,11 +247,3 @@ def _exchange_dtype(dtype: Any) -> tf.DType | None:
 
 def _has_per_replica(structure: Any) -> bool:
     return any(isinstance(leaf, DistributedValues) for leaf in nest.flatten(structure))
-
-
-def _described(fn: Callable) -> str:
-    """The function's name and where it is written."""
-    function = getattr(fn, "python_function", fn)
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__name__", repr(function))
-    return f"{name}, {code.co_filename}:{code.co_firstlineno}" if code else name

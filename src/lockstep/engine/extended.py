@@ -60,6 +60,8 @@ class Extended(StrategyExtended):
         self.options = options
         # Called by a Keras optimizer, in each replica, with the summed gradients and their variables.
         self.observers: list[Callable[[list[Any], list[Any]], None]] = []
+        # What users have been told already, where once is enough.
+        self.notices: set[str] = set()
         self._default_device = None
         self._runs = threading.local()
         self._thread_runs: list[tuple[Weights | None, Written]] = []
@@ -217,7 +219,7 @@ class Extended(StrategyExtended):
     def run_options(self, **options: bool) -> Iterator[None]:
         """How the runs started in this block and thread are to be made (`replicas.run`)."""
         before = getattr(self._runs, "options", {})
-        self._runs.options = options
+        self._runs.options = {**before, **options}
         try:
             yield
         finally:

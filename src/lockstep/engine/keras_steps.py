@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine import keras_weights, optimize, shares
+from lockstep.engine import keras_weights, optimize, shares, xla
 from lockstep.engine.accumulate import accumulate, held_updates
 from lockstep.engine.context import Replica, TracedContext, current, sum_over_replicas
 from lockstep.engine.emit import assert_all
@@ -39,22 +39,25 @@ def make_function(original: Callable) -> Callable:
         if not _is_lockstep(strategy):
             return original(self, step_function)
         micro_batches = strategy.extended.options.micro_batches if step_function.__name__ == "train_step" else 1
+        compiled = bool(self.jit_compile)
         if strategy.num_replicas_in_sync == 1 and micro_batches == 1:
-            return original(self, _checked(step_function))
+            run = original(self, _checked(step_function))
+            return xla.explained(run) if compiled else run
         replica_step = _accumulated(self, step_function, micro_batches)
-        step = StepFunction(replica_step, xla=bool(self.jit_compile), after=lambda logs: global_logs(self, logs))
+        step = StepFunction(replica_step, compiled=compiled, after=lambda logs: global_logs(self, logs))
         convert = self._autoconvert_optionals
 
-        def compiled_once(function: Any) -> Callable:
-            # Keras compiles the step and, around it, the loop over steps. A loop of one turn needs no function inside.
-            compiled = convert(function)
-            if not isinstance(function, Function) or self.steps_per_execution > 1:
-                return compiled
+        def traced_once(function: Any) -> Callable:
+            # Keras traces the step and, around it, the loop over steps. A loop of one turn needs no function inside.
+            traced = convert(function)
+            if not isinstance(function, Function) or self.steps_per_execution > 1 or function._jit_compile:
+                return traced
             inlined = convert(function.python_function)
-            return lambda data: compiled(data) if tf.executing_eagerly() else inlined(data)
+            return lambda data: traced(data) if tf.executing_eagerly() else inlined(data)
 
-        with _making_step(self, compiled_once):
-            return optimize.Step(original(self, step))
+        with _making_step(self, traced_once):
+            run = original(self, step)
+        return optimize.Step(xla.explained(run) if compiled else run)
 
     return _make_function
 
@@ -63,11 +66,12 @@ def make_function(original: Callable) -> Callable:
 def _making_step(model: Any, convert: Callable) -> Iterator[None]:
     """While Keras makes a step function of ``model``: ``convert`` says what is called for one batch.
 
-    Keras would also compile the whole step with XLA, all replicas at once; each replica's stages are compiled instead.
+    Keras would compile the whole step with XLA, all replicas at once; of several, each one's stages are compiled instead.
     """
     jit_compile = model._jit_compile
     object.__setattr__(model, "_autoconvert_optionals", convert)
-    model._jit_compile = False
+    if model._distribute_strategy.num_replicas_in_sync > 1:
+        model._jit_compile = False
     try:
         yield
     finally:
@@ -110,14 +114,22 @@ def make_predict_function(original: Callable) -> Callable:
         if self.predict_function is not None and not force:
             return self.predict_function
         convert = self._autoconvert_optionals
-        xla = bool(self.jit_compile)
+        compiled = bool(self.jit_compile)
 
         def as_step(function: Callable) -> StepFunction:
             step = convert(function)
-            return StepFunction(lambda data: _own_rows(step(data)), xla=xla)
+
+            @functools.wraps(self.predict_step)
+            def predict(data: Any) -> Any:
+                return _own_rows(step(data))
+
+            return StepFunction(predict, compiled=compiled)
 
         with _making_step(self, as_step):
-            return original(self, force)
+            original(self, force)
+        if compiled:
+            self.predict_function = xla.explained(self.predict_function)
+        return self.predict_function
 
     return make_predict_function
 
@@ -185,6 +197,7 @@ def _accumulated(model: Any, step: Callable, micro_batches: int) -> Callable:
 def _checked(replica_step: Callable, step: Callable | None = None) -> Callable:
     """``replica_step``, which runs ``step`` (default: is it), with the sample weights in its batch checked."""
 
+    @functools.wraps(step or replica_step)
     def checked_step(data: Any) -> Any:
         with keras_weights.checked(step or replica_step, data):
             return replica_step(data)

@@ -85,17 +85,17 @@ def _with_outer_names(graph_def: Any, outer: dict[str, str], device: str) -> Any
         sources = [s for s in node.input if s.lstrip("^") not in outer or not s.startswith("^")]
         del node.input[:]
         node.input.extend(outer.get(s.removesuffix(":0"), s) for s in sources)
-        _drop_colocation(node, outer)
+        drop_colocation(node, lambda name: name in outer)
     del graph_def.node[:]
     graph_def.node.extend(kept)
     return graph_def
 
 
-def _drop_colocation(node: Any, removed: dict[str, str]) -> None:
-    """Frees ``node`` from standing where a removed stand-in stood."""
+def drop_colocation(node: Any, is_removed: Callable[[str], bool]) -> None:
+    """Frees ``node`` from standing where nodes stand that are no longer in its graph."""
     if "_class" not in node.attr:
         return
-    kept = [c for c in node.attr["_class"].list.s if c.decode().removeprefix("loc:@") not in removed]
+    kept = [c for c in node.attr["_class"].list.s if not is_removed(c.decode().removeprefix("loc:@"))]
     if kept:
         node.attr["_class"].list.s[:] = kept
     else:

@@ -17,13 +17,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine import captures, variables
+from lockstep.engine import captures, variables, xla
 from lockstep.engine.context import FallBack, SoleContext
 from lockstep.engine.emit import emit
 from lockstep.engine.tf_private import (
     Function,
     clone_function,
     converted,
+    inside_compiled,
     may_record_gradients,
     regroup,
     run_in_threads,
@@ -40,13 +41,13 @@ class StepFunction:
       function: the function of one replica's arguments.
       borrow: whether a replica without examples gets a borrowed row with weight 0 also where it runs in a thread (else an
         empty batch), and its results are left as they are.
-      xla: whether to compile each replica's stages with XLA.
+      compiled: whether to compile each replica's stages with XLA.
       after: what to make of the per-replica results, in cross-replica context.
     """
 
     function: Callable
     borrow: bool = True
-    xla: bool = False
+    compiled: bool = False
     after: Callable[[Any], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,26 +57,30 @@ class StepFunction:
 _clones: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def run(extended: Any, fn: Callable, args: Any, kwargs: Any, borrow: bool = False, xla: bool = False) -> Any:
+def run(extended: Any, fn: Callable, args: Any, kwargs: Any, borrow: bool = False, compiled: bool = False) -> Any:
     """Calls ``fn`` on every replica and returns its results as per-replica values.
 
     Args:
       extended: the strategy's engine.
       fn: the replica function; a ``tf.function`` is traced with the replicas inside of it.
       args, kwargs: its arguments; per-replica leaves are taken apart.
-      borrow, xla: as in `StepFunction`.
+      borrow, compiled: as in `StepFunction`.
     """
     if isinstance(fn, Function):
         return _inside_function(extended, fn)(*args, **kwargs)
     strategy, replicas = extended.container, extended.replicas
     if replicas == 1:
         return _run_alone(strategy, fn, args, kwargs)
+    if inside_compiled():
+        xla.refuse_around(fn, replicas)
     weights = weights_of((args, kwargs), replicas)
     own = (args, kwargs)
     if weights is not None:
         args, kwargs = with_borrowed_rows(own, weights, replicas)
     in_thread = (args, kwargs) if borrow else own
     if tf.executing_eagerly() or may_record_gradients():
+        if compiled and not tf.executing_eagerly():
+            xla.warn_not_compiled(extended, fn, xla.HAS_TAPE_AROUND)
         return _run_threads(extended, fn, *in_thread, weights)
 
     def finish(trace: Trace) -> None:
@@ -85,10 +90,13 @@ def run(extended: Any, fn: Callable, args: Any, kwargs: Any, borrow: bool = Fals
 
     try:
         with _no_garbage_collection(), captures.mismatch_explained(strategy):
-            trace = trace_replica(strategy, fn, args, kwargs, replicas, weights is not None, finish)
+            trace = trace_replica(strategy, fn, args, kwargs, replicas, weights is not None, compiled, finish)
             captures.check(trace, strategy)
-            return regroup(emit(extended, trace, (args, kwargs), weights, xla))
+            compiled = compiled and xla.can_compile(extended, fn, trace.graph)
+            return regroup(emit(extended, trace, (args, kwargs), weights, compiled))
     except FallBack:
+        if compiled:
+            xla.warn_not_compiled(extended, fn, xla.HAS_MERGE_CALL)
         return _run_threads(extended, converted(fn), *in_thread, weights)
 
 
@@ -105,11 +113,19 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _inside_function(extended: Any, fn: Any) -> Callable:
-    """The clone of a tf.function that runs the replicas inside of it; one per function and strategy."""
+    """The clone of a tf.function that runs the replicas inside of it; one per function and strategy.
+
+    Where it asks to be compiled, and there are several replicas, each one's stages are compiled instead of the whole.
+    """
     clones = _clones.setdefault(extended, weakref.WeakKeyDictionary())
     if fn not in clones:
-        python_function = fn.python_function
-        clones[fn] = clone_function(fn, lambda *args, **kwargs: extended.call_for_each_replica(python_function, args, kwargs))
+        python_function, compiled = fn.python_function, bool(fn._jit_compile)
+
+        def on_each(*args: Any, **kwargs: Any) -> Any:
+            with extended.run_options(compiled=compiled):
+                return extended.call_for_each_replica(python_function, args, kwargs)
+
+        clones[fn] = clone_function(fn, on_each, fn._jit_compile if extended.replicas == 1 else None)
     return clones[fn]
 
 

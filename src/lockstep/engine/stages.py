@@ -222,6 +222,8 @@ class _Cutter:
             inputs = [i for i in node.input if not (i.startswith("^") and (i[1:] not in kept or name in constants))]
             del node.input[:]
             node.input.extend(inputs)
+            # All of a stage runs on one device, so what stood beside a node of another stage may stand where it is.
+            optimize.drop_colocation(node, lambda other: other not in kept)
         must_run = [op.name for op in self._must_run if op.name in names]
         variants = range(len(self._devices)) if seeds.has_seeded_ops(graph_def) else [0]
         built = [self._graph(seeds.for_replica(graph_def, r), needed, list(given), must_run) for r in variants]

@@ -63,7 +63,7 @@ from tensorflow.python.framework import (  # noqa: E402
     ops,
 )
 from tensorflow.python.grappler import cluster, tf_optimizer  # noqa: E402
-from tensorflow.python.ops import handle_data_util, resource_variable_ops  # noqa: E402
+from tensorflow.python.ops import control_flow_util, handle_data_util, resource_variable_ops  # noqa: E402
 from tensorflow.python.ops.control_flow_v2_func_graphs import (  # noqa: E402
     CondBranchFuncGraph,
     WhileBodyFuncGraph,
@@ -71,6 +71,7 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import (  # noqa: E402
 )
 from tensorflow.python.types import distribute as distribute_types  # noqa: E402
 from tensorflow.python.util import nest as _nest  # noqa: E402
+from tensorflow.python.util import pywrap_xla_ops  # noqa: E402
 
 nest: Any = _nest  # its own annotations say less than that it takes and gives structures
 
@@ -229,9 +230,23 @@ def threads_can_meet() -> bool:
     return getattr(threading.current_thread(), "graph", None) is ops.get_default_graph() or context.executing_eagerly()
 
 
-def clone_function(function: Any, python_function: Callable) -> Any:
-    """A tf.function with the same options as ``function`` around another Python function."""
-    return function._clone(python_function=python_function)
+def clone_function(function: Any, python_function: Callable, jit_compile: bool | None) -> Any:
+    """A tf.function with the same options as ``function``, but for ``jit_compile``, around another Python function."""
+    clone = function._clone(python_function=python_function)
+    clone._jit_compile = jit_compile
+    return clone
+
+
+def inside_compiled() -> bool:
+    """Whether the current graph is that of a tf.function with jit_compile=True, or is inside of one."""
+    return control_flow_util.GraphOrParentsInXlaContext(default_graph())
+
+
+@functools.cache
+def xla_kernels(device: str) -> frozenset[str]:
+    """The types of ops that XLA can compile for a device."""
+    names = pywrap_xla_ops.get_gpu_kernel_names if ":GPU:" in device else pywrap_xla_ops.get_cpu_kernel_names
+    return frozenset(names())
 
 
 @contextlib.contextmanager

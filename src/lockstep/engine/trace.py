@@ -16,7 +16,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from lockstep.engine import xla
 from lockstep.engine.context import FallBack, NeedsInlining, TracedContext, Written
+from lockstep.engine.nested import Inlining
 from lockstep.engine.shards import ShardLayout
 from lockstep.engine.tf_private import (
     BranchGraph,
@@ -25,13 +27,11 @@ from lockstep.engine.tf_private import (
     ControlFlowGraph,
     DistributedVariable,
     FuncGraph,
-    Function,
     ReduceOp,
     converted,
     copy_handle_data,
     default_graph,
     nest,
-    ops,
     select_replica,
 )
 
@@ -95,6 +95,8 @@ class Trace:
     replicas: int
     weighted: bool
     inline: bool
+    # Whether a function is being traced that is called in this trace only.
+    in_own_function: bool = False
     replica_id: Any = None
     fraction: Any = None
     active: Any = None
@@ -108,24 +110,28 @@ class Trace:
     def visible(self, placeholder: tf.Tensor) -> tf.Tensor:
         """``placeholder`` for use in the current graph; signals where it cannot be used there."""
         graph = default_graph()
-        if graph is self.graph or self.inside_control_flow(graph):
+        if self.belongs(graph):
             return placeholder
         raise NeedsInlining if isinstance(graph, FuncGraph) and not self.inline else FallBack
 
+    def belongs(self, graph: Any) -> bool:
+        """Whether ``graph`` is part of this trace alone, and not of a nested tf.function that another trace may call too."""
+        return self._is_within(graph, lambda g: self.in_own_function or isinstance(g, ControlFlowGraph))
+
     def inside_control_flow(self, graph: Any) -> bool:
         """Whether ``graph`` is a cond branch or loop body of the traced function (not of a nested tf.function)."""
-        return self._is_within(graph, ControlFlowGraph)
+        return self._is_within(graph, lambda g: isinstance(g, ControlFlowGraph))
 
     def can_exchange_in(self, graph: Any) -> bool:
         """Whether replicas can meet in ``graph``: the traced function itself, or a tf.cond's branch (but no loop) in it."""
-        return self._is_within(graph, BranchGraph)
+        return self._is_within(graph, lambda g: isinstance(g, BranchGraph))
 
-    def _is_within(self, graph: Any, kinds: Any) -> bool:
-        """Whether ``graph`` is the traced function's, or inside of it with only graphs of ``kinds`` between."""
+    def _is_within(self, graph: Any, may_be_between: Callable[[Any], bool]) -> bool:
+        """Whether ``graph`` is the traced function's, or inside of it with only such graphs between."""
         while graph is not self.graph:
-            if not isinstance(graph, kinds):
+            if graph is None or not may_be_between(graph):
                 return False
-            graph = graph.outer_graph
+            graph = getattr(graph, "outer_graph", None)
         return True
 
     @property
@@ -210,7 +216,7 @@ class Trace:
     def _cut(self) -> Iterator[None]:
         """Where a mark's outputs are made: in the traced graph itself, on no device, waiting for nothing but the inputs."""
         if not self.can_exchange_in(default_graph()):
-            raise FallBack if self.inline else NeedsInlining
+            raise NeedsInlining
         with tf.device(None), tf.control_dependencies(None):
             yield
 
@@ -230,7 +236,14 @@ def is_graph_output(value: Any) -> bool:
 
 
 def trace_replica(
-    strategy: Any, fn: Callable, args: Any, kwargs: Any, replicas: int, weighted: bool, finish: Callable[[Any], None]
+    strategy: Any,
+    fn: Callable,
+    args: Any,
+    kwargs: Any,
+    replicas: int,
+    weighted: bool,
+    compiled: bool,
+    finish: Callable[[Any], None],
 ) -> Trace:
     """Traces ``fn`` with replica 0's arguments standing for everybody's.
 
@@ -239,6 +252,7 @@ def trace_replica(
       fn, args, kwargs: the replica function and its arguments (leaves may be per-replica values).
       replicas: N.
       weighted: whether the slices' sizes may differ, so that fractions are inputs.
+      compiled: whether XLA will compile all of it.
       finish: called at the end of the trace, in the replica context, to make written state equal on all replicas.
 
     Raises:
@@ -246,19 +260,25 @@ def trace_replica(
     """
     # AutoGraph decides by the context of the call, so conversion happens out here and not in the new graph.
     fn = converted(fn)
-    for inline in (False, True):
+    with contextlib.suppress(NeedsInlining):
+        return _Tracer(strategy, replicas, weighted, None, finish).trace(fn, args, kwargs)
+    inlining = Inlining(compiled)
+    while True:
+        known = len(inlining.opened)
         try:
-            return _Tracer(strategy, replicas, weighted, inline, finish).trace(fn, args, kwargs)
+            trace = _Tracer(strategy, replicas, weighted, inlining, finish).trace(fn, args, kwargs)
         except NeedsInlining:
-            if inline:
+            if len(inlining.opened) == known:
                 raise FallBack from None
-    raise FallBack
+        else:
+            xla.warn_opened(strategy.extended, inlining.opened)
+            return trace
 
 
 class _Tracer:
-    def __init__(self, strategy: Any, replicas: int, weighted: bool, inline: bool, finish: Callable[[Any], None]):
-        self._strategy, self._finish = strategy, finish
-        self._trace = Trace(FuncGraph("lockstep_replica", collections={}), replicas, weighted, inline)
+    def __init__(self, strategy: Any, replicas: int, weighted: bool, inlining: Inlining | None, finish: Callable[[Any], None]):
+        self._strategy, self._finish, self._inlining = strategy, finish, inlining
+        self._trace = Trace(FuncGraph("lockstep_replica", collections={}), replicas, weighted, inlining is not None)
 
     def trace(self, fn: Callable, args: Any, kwargs: Any) -> Trace:
         trace = self._trace
@@ -267,7 +287,8 @@ class _Tracer:
             self._add_inputs()
             flat = [self._argument(j, values) for j, values in enumerate(leaves)]
             args, kwargs = nest.pack_sequence_as(structure, flat, expand_composites=True)
-            with TracedContext(self._strategy, trace), _inlined(trace):
+            inlined = self._inlining.within(trace) if self._inlining else contextlib.nullcontext()
+            with TracedContext(self._strategy, trace), inlined:
                 trace.outputs = nest.map_structure(_read, fn(*args, **kwargs))
                 self._finish(trace)
             trace.flat_outputs = [self._output(o, control) for o in nest.flatten(trace.outputs, expand_composites=True)]
@@ -342,28 +363,3 @@ def _same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and bool(a == b)
     except (ValueError, TypeError):
         return False
-
-
-@contextlib.contextmanager
-def _inlined(trace: Trace) -> Iterator[None]:
-    """With ``trace.inline``, nested tf.functions called in the trace become part of its graph instead of a call.
-
-    So an exchange in a nested function (an optimizer step in a ``@tf.function``, say) can be cut at like any other.
-    """
-    if not trace.inline:
-        yield
-        return
-    call = Function.__call__
-
-    def inlined_call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        graph = default_graph()
-        if function._jit_compile or not (graph is trace.graph or trace.inside_control_flow(graph)):
-            return call(function, *args, **kwargs)
-        with ops.name_scope(function._name or "function"):
-            return converted(function.python_function)(*args, **kwargs)
-
-    Function.__call__ = inlined_call
-    try:
-        yield
-    finally:
-        Function.__call__ = call
