@@ -223,3 +223,54 @@ def test_exchange_inside_a_loop() -> None:
 def test_unknown_exchange() -> None:
     with pytest.raises(ValueError, match="Unknown exchange"):
         lockstep.MirroredStrategy(devices(2), cross_device_ops=3)
+
+
+# Nothing half applied: after an error every variable has the bits that it had before.
+
+
+def _trained(count: int, **options: Any) -> tuple[keras.Model, list[bytes]]:
+    """A model after one good step, whose slots are not zero; and the bits of all its variables."""
+    with lockstep.MirroredStrategy(devices(count), **options).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    model.fit(X, np.arange(11) % 4, batch_size=11, verbose=0)
+    return model, _bits(model)
+
+
+def _bits(model: keras.Model) -> list[bytes]:
+    variables = [*model.variables, *model.optimizer.variables]
+    return [copy.numpy().tobytes() for v in variables for copy in v.value.values]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_value_that_is_not_finite_names_its_replica_and_changes_nothing(count: int) -> None:
+    model, before = _trained(count, check_finite=True)
+    for replica in range(count):
+        x = X.copy()
+        x[np.array_split(np.arange(11), count)[replica][1], 0] = np.nan
+        with pytest.raises(tf.errors.InvalidArgumentError, match=rf"not finite.*\[replica\] \[{replica}\] \[step\] \[1\]"):
+            model.fit(x, np.arange(11) % 4, batch_size=11, shuffle=False, verbose=0)
+        assert _bits(model) == before
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_label_out_of_range_names_its_replica_and_changes_nothing(count: int) -> None:
+    model, before = _trained(count)
+    for replica in range(count):
+        labels = np.arange(11) % 4
+        labels[np.array_split(np.arange(11), count)[replica][1]] = 9
+        with pytest.raises(tf.errors.InvalidArgumentError, match=rf"label value of 9.*\n.*replica_{replica}/compile_loss"):
+            model.fit(X, labels, batch_size=11, shuffle=False, verbose=0)
+        assert _bits(model) == before
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_micro_batches_below_one(count: int) -> None:
+    told = rf"positive number of micro-batches. Received: micro_batches={count}. Allowed: 1 \(no accumulation\), 2, 3"
+    with pytest.raises(ValueError, match=told):
+        lockstep.MirroredStrategy(devices(2), micro_batches=count)
+    strategy = lockstep.MirroredStrategy(devices(2))
+    for traced in (lambda f: f, tf.function):
+        step = traced(lambda x: strategy.run(lambda x: strategy.accumulate(tf.reduce_sum, (x,), count), (strategy.split(x),)))
+        with pytest.raises(ValueError, match=told):
+            step(tf.constant(X))

@@ -59,16 +59,16 @@ def emit(extended: Any, trace: Trace, arguments: Any, weights: Weights | None, x
 
 def _place(extended: Any, stages: list[Stage], bindings: list[Bindings], xla: bool) -> None:
     """Adds ``stages`` on all replicas, with the exchanges between them, and binds what they give."""
-    before: list[list[tf.Operation]] = [[] for _ in bindings]
+    before: list[tf.Operation] = []
     for stage in stages:
-        if stage.does_nothing:
-            calls = before
-        else:
-            calls = [[_call(extended, stage, bindings[r], r, before[r], xla)] for r in range(len(bindings))]
+        if not stage.does_nothing:
+            calls = [_call(extended, stage, bindings[r], r, before, xla) for r in range(len(bindings))]
+            # Nobody goes on before all are here: where one replica fails, none of the others has updated anything.
+            with tf.control_dependencies(calls):
+                before = [tf.no_op(name="all_replicas")]
         done = _exchange(extended, stage.marks, bindings)
-        every = [op for ops in calls for op in ops]
-        done += [_branch(extended, m, stage.branches[m.op], bindings, every, xla) for m in stage.marks if m.branches]
-        before = [[*ops, *done] for ops in calls]
+        done += [_branch(extended, m, stage.branches[m.op], bindings, before, xla) for m in stage.marks if m.branches]
+        before = [*before, *done]
 
 
 def _branch(

@@ -44,9 +44,12 @@ def apply(original: Callable) -> Callable:
         shards = {} if strategy.extended.observers else update.scatter(self, handed_in, variables)
         whole = [i for i in handed_in if i not in shards]
         sums = dict(zip(whole, sum_over_replicas([handed_in[i] for i in whole]), strict=True)) if whole else {}
-        for i, total in {**sums, **shards}.items():
+        totals = {**sums, **shards}
+        for i, total in totals.items():
             grads[i] = _cast(total, grads[i].dtype)
-        with replica.equal_writes(scattered=bool(shards)), tf.control_dependencies(checked):
+        # All of the update comes after the exchange, also what needs no gradient: counting the iteration.
+        exchanged = tf.group(*checked, *totals.values())
+        with replica.equal_writes(scattered=bool(shards)), tf.control_dependencies([exchanged]):
             _observe(strategy, self, grads, trainable_variables)
             return original(self, grads, trainable_variables)
 
