@@ -1,8 +1,8 @@
 """The tf.functions that a replica function calls: when they are traced as a part of it instead of being called.
 
 A nested function with an exchange in it (an optimizer step in a ``@tf.function``, say) becomes part of the traced graph, so
-that it can be cut like the rest. One with jit_compile=True stays a call, which XLA compiles on each device, unless replicas meet
-in it.
+that it can be cut like the rest. One with jit_compile=True stays a call, which XLA compiles on each device, unless replicas
+meet in it.
 """
 
 from __future__ import annotations
