@@ -36,8 +36,9 @@ $(STAMP): requirements.lock pyproject.toml
 demo: $(STAMP)
 	$(BIN)/lockstep train recipes/digits.toml
 
+# A process a core: tracing is Python, of which a process runs one thread at a time.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 coverage: $(STAMP)
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
