@@ -58,7 +58,7 @@ def assert_as_on_one_device(build: Callable[[], keras.Model], replicas: int, run
 
 NORMALIZATIONS: dict[str, Callable[[], keras.Model]] = {
     "group and layer": lambda: image_model(
-        layers.GroupNormalization(groups=2), layers.Activation("tanh"), layers.LayerNormalization()
+        layers.GroupNormalization(groups=2), layers.Activation("tanh"), layers.Reshape((36,)), layers.LayerNormalization()
     ),
     "spectral and unit": lambda: image_model(
         layers.SpectralNormalization(layers.Conv2D(3, 2, use_bias=False)), layers.UnitNormalization()

@@ -126,9 +126,8 @@ def make_predict_function(original: Callable) -> Callable:
             return StepFunction(predict, compiled=compiled)
 
         with _making_step(self, as_step):
-            original(self, force)
-        if compiled:
-            self.predict_function = xla.explained(self.predict_function)
+            run: Any = original(self, force)
+        self.predict_function = xla.explained(run) if compiled else run
         return self.predict_function
 
     return make_predict_function
