@@ -126,7 +126,8 @@ def make_predict_function(original: Callable) -> Callable:
             return StepFunction(predict, compiled=compiled)
 
         with _making_step(self, as_step):
-            run: Any = original(self, force)
+            original(self, force)
+        run: Any = self.predict_function
         self.predict_function = xla.explained(run) if compiled else run
         return self.predict_function
 
