@@ -237,6 +237,10 @@ def clone_function(function: Any, python_function: Callable, jit_compile: bool |
     return clone
 
 
+# OptionalXlaContext(True): in this block, graphs are built as XLA needs them (the gradients of loops differ).
+OptionalXlaContext = polymorphic_function.OptionalXlaContext
+
+
 def inside_compiled() -> bool:
     """Whether the current graph is that of a tf.function with jit_compile=True, or is inside of one."""
     return control_flow_util.GraphOrParentsInXlaContext(default_graph())

@@ -259,7 +259,7 @@ def trace_replica(
       FallBack: the function cannot be traced once.
     """
     # AutoGraph decides by the context of the call, so conversion happens out here and not in the new graph.
-    fn = converted(fn)
+    fn = xla.built_for(converted(fn)) if compiled else converted(fn)
     with contextlib.suppress(NeedsInlining):
         return _Tracer(strategy, replicas, weighted, None, finish).trace(fn, args, kwargs)
     inlining = Inlining(compiled)

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine.tf_private import xla_kernels
+from lockstep.engine.tf_private import OptionalXlaContext, xla_kernels
 from lockstep.errors import UnsupportedError
 
 HAS_MERGE_CALL = "it cannot be traced once for all replicas (a merge_call, or Python arguments that differ between replicas)"
@@ -29,6 +29,16 @@ def described(fn: Callable) -> str:
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", repr(function))
     return f"{name}, {code.co_filename}:{code.co_firstlineno}" if code else name
+
+
+def built_for(fn: Callable) -> Callable:
+    """``fn``, whose graph is built as XLA needs it: the gradient of a loop, for one, is another there."""
+
+    def built(*args: Any, **kwargs: Any) -> Any:
+        with OptionalXlaContext(True):
+            return fn(*args, **kwargs)
+
+    return built
 
 
 def refuse_around(fn: Callable, replicas: int) -> None:
