@@ -13,7 +13,7 @@ VERSION_VENVS := .venvs/oldest .venvs/newest
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test coverage lint format types docs-check versions lock clean help
+.PHONY: demo test coverage lint format types docs-check versions bench lock clean help
 
 help:
 	@echo "make demo        train the digits on two replicas (recipes/digits.toml)"
@@ -24,6 +24,7 @@ help:
 	@echo "make types       pyright"
 	@echo "make docs-check  links in README.md and docs/"
 	@echo "make versions    tests on the oldest and newest TensorFlow and Keras"
+	@echo "make bench       engines side by side; writes benchmarks/reports (about an hour; BENCH_ARGS narrows it)"
 	@echo "make clean       remove environments and caches (not runs/)"
 
 # Keyed on what decides the contents of the environment, so that a later `make` does not reinstall.
@@ -46,7 +47,7 @@ coverage: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tools/check_sizes.py src
+	$(BIN)/python tools/check_sizes.py src benchmarks
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -71,10 +72,14 @@ versions: $(VERSION_VENVS:%=%/.installed)
 		$$venv/bin/python -m pytest -m versions $(VERSION_TESTS) || exit 1; \
 	done
 
+# Peers get environments of their own in .venvs. BENCH_ARGS="--workloads mlp --engines lockstep,one-core --rounds 1 --steps 20"
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
 # The lock file is made with uv; installing needs only pip.
 lock:
 	bash tools/make_lock.sh
 
 clean:
 	rm -rf .venv .venvs .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
-	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

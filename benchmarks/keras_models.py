@@ -74,7 +74,5 @@ MODELS = {"mlp": mlp, "cnn": cnn, "resnet20": resnet20, "encoder": encoder}
 def compiled(name: str) -> keras.Model:
     """A model, an Adam optimizer and the mean loss, in the strategy or distribution in force."""
     model = MODELS[name]()
-    model.compile(
-        keras.optimizers.Adam(workloads.LEARNING_RATE), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    )
+    model.compile(keras.optimizers.Adam(workloads.LEARNING_RATE), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model

@@ -1,6 +1,6 @@
 """Measures PyTorch's DistributedDataParallel, one process per core. Usage: python -m benchmarks.measure_torch TASK
 
-Settings, each as fast as or faster than its default here: gradients are views of the buckets, a static graph, the fused
+Settings meant for speed (not measured one by one): gradients are views of the buckets, a static graph, the fused
 Adam, channels last for images (the layout of PyTorch's CPU convolutions).
 """
 

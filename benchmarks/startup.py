@@ -1,4 +1,4 @@
-"""Trace and first step of ResNet-20 for N replicas, lockstep against tf.distribute. Usage: startup.py [ROUNDS]
+"""Trace and first step of ResNet-20 for N replicas, lockstep against tf.distribute. Usage: python -m benchmarks.startup [ROUNDS]
 
 Each measurement is a process of its own; engines take turns; the table shows medians.
 """
@@ -16,24 +16,6 @@ REPLICAS = (1, 2, 4, 8)
 PER_REPLICA_BATCH = 4
 
 
-def resnet20():
-    import keras
-    from keras import layers
-
-    def convolution(x, filters, size, stride=1):
-        return layers.Conv2D(filters, size, stride, padding="same", use_bias=False)(x)
-
-    image = keras.Input((32, 32, 3))
-    x = layers.ReLU()(layers.BatchNormalization()(convolution(image, 16, 3)))
-    for group, filters in enumerate((16, 32, 64)):
-        for block in range(3):
-            stride = 2 if group and not block else 1
-            y = layers.ReLU()(layers.BatchNormalization()(convolution(x, filters, 3, stride)))
-            y = layers.BatchNormalization()(convolution(y, filters, 3))
-            x = layers.ReLU()(layers.Add()([convolution(x, filters, 1, stride) if stride > 1 else x, y]))
-    return keras.Model(image, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
-
-
 def measure(engine: str, replicas: int) -> float:
     """Seconds from the call of fit to the end of its first step, in this process."""
     import keras
@@ -49,8 +31,10 @@ def measure(engine: str, replicas: int) -> float:
         strategy = lockstep.MirroredStrategy(devices)
     else:
         strategy = tf.distribute.MirroredStrategy(devices)
+    from benchmarks import keras_models
+
     with strategy.scope():
-        model = resnet20()
+        model = keras_models.resnet20()
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     batch = PER_REPLICA_BATCH * replicas
     images, labels = np.zeros((batch, 32, 32, 3), "float32"), np.zeros(batch, "int64")
@@ -69,7 +53,7 @@ def main() -> None:
     for _ in range(rounds):
         for replicas in REPLICAS:
             for engine in ("lockstep", "tf.distribute"):
-                command = [sys.executable, __file__, engine, str(replicas)]
+                command = [sys.executable, "-m", "benchmarks.startup", engine, str(replicas)]
                 run = subprocess.run(
                     command, capture_output=True, text=True, check=True, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
                 )
