@@ -15,9 +15,9 @@ _LABELS, _VALUES = 170, 120
 _BAR, _GAP, _HEAD, _MARGIN = 20, 7, 46, 20
 
 _STYLE = """
-  svg { --paper: #ffffff; --ink: #1f2328; --soft: #59636e; --bar: #9aa7b5; --own: #0b6bcb; --rule: #d1d9e0; --range: #1f2328; }
+  svg { --paper: #ffffff; --ink: #1f2328; --soft: #59636e; --bar: #9aa7b5; --own: #4c9be8; --rule: #d1d9e0; }
   @media (prefers-color-scheme: dark) {
-    svg { --paper: #0d1117; --ink: #e6edf3; --soft: #9198a1; --bar: #566270; --own: #4493f8; --rule: #3d444d; --range: #e6edf3; }
+    svg { --paper: #0d1117; --ink: #e6edf3; --soft: #9198a1; --bar: #566270; --own: #1f6feb; --rule: #3d444d; }
   }
   text { font: 13px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--ink); }
   .title { font-weight: 600; font-size: 15px; }
@@ -25,7 +25,7 @@ _STYLE = """
   .paper { fill: var(--paper); }
   .bar { fill: var(--bar); }
   .own { fill: var(--own); }
-  .range { stroke: var(--range); stroke-width: 1.5; fill: none; }
+  .range { stroke: var(--ink); stroke-width: 1.5; fill: none; }
   .rule { stroke: var(--rule); }
 """
 

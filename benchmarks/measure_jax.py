@@ -36,6 +36,7 @@ def main() -> None:
             self.clock = clock
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            assert self.model is not None
             jax.block_until_ready(self.model._jax_state)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -47,7 +48,9 @@ def main() -> None:
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
     global_batch = task.work.per_replica_batch * task.replicas
     clock = Clock()
-    history = keras_models.compiled(task.workload).fit(
+    # Keras's hints do not allow the verbose=0 that it documents.
+    model: Any = keras_models.compiled(task.workload)
+    history = model.fit(
         batches(task, global_batch),
         epochs=1 + workloads.MEASURED_EPOCHS,
         steps_per_epoch=task.epoch_steps,

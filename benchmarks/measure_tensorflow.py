@@ -70,11 +70,11 @@ def hand_written(task: Task, global_batch: int, model: Any, clock: Clock, strate
     with strategy.scope():
         optimizer.build(model.trainable_variables)
         loss_of_each = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-        mean = keras.metrics.Mean()
+        mean: Any = keras.metrics.Mean()
 
     def train_replica(inputs: Any, classes: Any) -> None:
         with tf.GradientTape() as tape:
-            losses = loss_of_each(classes, model(inputs, training=True))
+            losses: Any = loss_of_each(classes, model(inputs, training=True))
             loss = tf.nn.compute_average_loss(losses, global_batch_size=global_batch)
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))

@@ -1,6 +1,6 @@
-"""Trace and first step of ResNet-20 for N replicas, lockstep against tf.distribute. Usage: python -m benchmarks.startup [ROUNDS]
+"""Trace and first step of ResNet-20 for N replicas, lockstep against tf.distribute.
 
-Each measurement is a process of its own; engines take turns; the table shows medians.
+Usage: python -m benchmarks.startup [ROUNDS]. Each measurement is a process of its own; engines take turns; the table shows medians.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 REPLICAS = (1, 2, 4, 8)
 PER_REPLICA_BATCH = 4
@@ -34,7 +35,7 @@ def measure(engine: str, replicas: int) -> float:
     from benchmarks import keras_models
 
     with strategy.scope():
-        model = keras_models.resnet20()
+        model: Any = keras_models.resnet20()
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     batch = PER_REPLICA_BATCH * replicas
     images, labels = np.zeros((batch, 32, 32, 3), "float32"), np.zeros(batch, "int64")
