@@ -1,6 +1,7 @@
 """Trace and first step of ResNet-20 for N replicas, lockstep against tf.distribute.
 
-Usage: python -m benchmarks.startup [ROUNDS]. Each measurement is a process of its own; engines take turns; the table shows medians.
+Usage: python -m benchmarks.startup [ROUNDS]. Each measurement is a process of its own; engines take turns; the table shows
+medians.
 """
 
 from __future__ import annotations
