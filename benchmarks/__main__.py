@@ -56,6 +56,13 @@ def _names(parser: argparse.ArgumentParser, option: str, text: str, allowed: Ite
     return names
 
 
+def write(results: Results, folder: Path, name: str) -> None:
+    """Measurements, chart and report so far: a run that is interrupted leaves what it has."""
+    results.save(folder / f"{name}.json")
+    (folder / f"{name}.svg").write_text(chart(results), encoding="utf-8")
+    (folder / f"{name}.md").write_text(report(results, name), encoding="utf-8")
+
+
 def run(options: argparse.Namespace) -> int:
     """Measures everything, one by one; 1 if nothing could be measured."""
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
@@ -78,11 +85,9 @@ def run(options: argparse.Namespace) -> int:
                 answer = measure(ENGINES[engine], workload, options.replicas, steps[workload])
                 measurement = {"engine": engine, "workload": workload, "round": turn + 1, "load_before": load, **answer}
                 results.measurements.append(measurement)
-                results.save(options.output / f"{name}.json")
+                write(results, options.output, name)
                 found = answer.get("error") or f"{answer['examples_per_s']:,.0f} examples/s"
                 print(f"round {turn + 1}/{options.rounds}  {workload:9} {engine:20} {found}", flush=True)
-    (options.output / f"{name}.svg").write_text(chart(results), encoding="utf-8")
-    (options.output / f"{name}.md").write_text(report(results, name), encoding="utf-8")
     print(options.output / f"{name}.md")
     return 0 if any("error" not in measurement for measurement in results.measurements) else 1
 

@@ -14,19 +14,25 @@ WIDTH = 860
 _LABELS, _VALUES = 170, 120
 _BAR, _GAP, _HEAD, _MARGIN = 20, 7, 46, 20
 
+# Plain colours, overridden in the dark: programs that know no variables or media queries draw the light chart.
 _STYLE = """
-  svg { --paper: #ffffff; --ink: #1f2328; --soft: #59636e; --bar: #9aa7b5; --own: #4c9be8; --rule: #d1d9e0; }
-  @media (prefers-color-scheme: dark) {
-    svg { --paper: #0d1117; --ink: #e6edf3; --soft: #9198a1; --bar: #566270; --own: #1f6feb; --rule: #3d444d; }
-  }
-  text { font: 13px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--ink); }
+  text { font: 13px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328; }
   .title { font-weight: 600; font-size: 15px; }
-  .soft { fill: var(--soft); }
-  .paper { fill: var(--paper); }
-  .bar { fill: var(--bar); }
-  .own { fill: var(--own); }
-  .range { stroke: var(--ink); stroke-width: 1.5; fill: none; }
-  .rule { stroke: var(--rule); }
+  .soft { fill: #59636e; }
+  .paper { fill: #ffffff; }
+  .bar { fill: #b3bfcb; }
+  .own { fill: #4c9be8; }
+  .range { stroke: #1f2328; stroke-width: 1.5; fill: none; }
+  .rule { stroke: #d1d9e0; }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3; }
+    .soft { fill: #9198a1; }
+    .paper { fill: #0d1117; }
+    .bar { fill: #4d5a68; }
+    .own { fill: #1f6feb; }
+    .range { stroke: #e6edf3; }
+    .rule { stroke: #3d444d; }
+  }
 """
 
 
