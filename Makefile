@@ -63,13 +63,13 @@ docs-check: $(STAMP)
 .venvs/newest/.installed: SPEC = $(NEWEST)
 .venvs/%/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv --clear .venvs/$*
-	.venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest hypothesis $(foreach spec,$(SPEC),'$(spec)')
+	.venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest pytest-xdist hypothesis $(foreach spec,$(SPEC),'$(spec)')
 	@touch $@
 
 versions: $(VERSION_VENVS:%=%/.installed)
 	@for venv in $(VERSION_VENVS); do \
 		$$venv/bin/python tools/print_versions.py && \
-		$$venv/bin/python -m pytest -m versions $(VERSION_TESTS) || exit 1; \
+		$$venv/bin/python -m pytest -n auto --dist worksteal -m versions $(VERSION_TESTS) || exit 1; \
 	done
 
 # Peers get environments of their own in .venvs. BENCH_ARGS="--workloads mlp --engines lockstep,one-core --rounds 1 --steps 20"

@@ -20,8 +20,6 @@ from oracle.models import start_from
 from oracle.optimizers import NORMALIZED, SLOTS
 from oracle.oracle import relative_difference, unequal_copies
 
-pytestmark = pytest.mark.versions
-
 layers, optimizers = keras.layers, keras.optimizers
 COUNT, BATCH, WORDS = 61, 8, 300
 # Slots per variable: none for plain SGD, whose update nothing is gained from sharing.
@@ -104,6 +102,7 @@ def sharded_slots(model: keras.Model) -> list[ShardedVariable]:
     return [v.value for v in inner.variables if isinstance(v.value, ShardedVariable)]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers(name: str) -> None:
     optimizer, slots = ELEMENTWISE[name]
@@ -242,6 +241,7 @@ def test_an_unknown_choice() -> None:
         strategy_of(2, "zero")
 
 
+@pytest.mark.versions
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras does not take numpy's copy argument.
 @pytest.mark.parametrize("kind", ["model.keras", "optimizer.weights.h5", "checkpoint"])
 def test_what_is_saved_does_not_depend_on_the_number_of_replicas(kind: str, tmp_path: pathlib.Path) -> None:
