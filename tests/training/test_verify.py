@@ -23,7 +23,7 @@ def verdict_of(name: str, **options: Any) -> Verdict:
 
 def printed(verdict: Verdict) -> str:
     output = io.StringIO()
-    report.print_verdict(verdict, Console(width=200, file=output))
+    report.print_verdict(verdict, Console(width=400, file=output))
     return output.getvalue()
 
 
@@ -67,7 +67,7 @@ def test_each_fault_is_recognised(name: str, causes: list[str]) -> None:
     text = printed(verdict)
     assert "DIFFERENT: 3 replicas and one device part in step 1" in text
     for cause in verdict.causes:
-        assert f"Likely cause: {cause.name}." in text and "What to do:" in text
+        assert f"Likely cause: {cause.name}. {cause.what}\n" in text and f"What to do: {cause.remedy}\n" in text
     assert ("none that lockstep recognises" in text) == (not causes)
 
 

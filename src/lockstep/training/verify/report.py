@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lockstep.training.verify.verdict import Verdict
@@ -25,17 +26,19 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
             f"{len(found.losses)} steps: {found.worst:.1e}, allowed {found.tolerance:.0e}.",
             style="bold green",
             highlight=False,
+            markup=False,
         )
         return
-    console.print(_parting(verdict), style="bold red", highlight=False)
+    console.print(_parting(verdict), style="bold red", highlight=False, markup=False)
     for cause in verdict.causes:
-        console.print(f"Likely cause: {cause.name}. {cause.what}", highlight=False)
-        console.print(f"What to do: {cause.remedy}", highlight=False)
+        console.print(f"Likely cause: {cause.name}. {cause.what}", highlight=False, markup=False)
+        console.print(f"What to do: {cause.remedy}", highlight=False, markup=False)
     if not verdict.causes:
         console.print(
             "The cause is none that lockstep recognises (a batch that is not split, a loss averaged over the slice, "
             "BatchNormalization, dropout, an op that is not deterministic). Look at what computes this variable.",
             highlight=False,
+            markup=False,
         )
 
 
@@ -52,12 +55,10 @@ def _parting(verdict: Verdict) -> str:
 
 def _steps(verdict: Verdict) -> Table:
     found, n = verdict.comparison, verdict.replicas
-    table = Table(
-        title=f"{verdict.target}: loss and norm of the gradient, on 1 device and on {n} replicas", title_justify="left"
-    )
+    table = Table(title=escape(f"{verdict.target} on 1 device and on {n} replicas"), title_justify="left")
     for heading in ("step", "loss on 1", f"on {n}", "apart"):
         table.add_column(heading, justify="right")
-    for heading in ("gradient norm on 1", f"on {n}", "apart") if found.norms else ():
+    for heading in ("gradient on 1", f"on {n}", "apart") if found.norms else ():
         table.add_column(heading, justify="right")
     for i, difference in enumerate(found.losses):
         row = [str(i + 1), f"{found.reference.losses[i]:.6g}", f"{found.other.losses[i]:.6g}", _cell(difference, verdict)]
@@ -81,11 +82,11 @@ def _variables(verdict: Verdict) -> Table:
         shape = "×".join(map(str, found.reference.weights[0][name].shape)) or "scalar"
         if name in found.undetermined:
             why = "follows the above" if name in found.reference.statistics else "no gradient"
-            table.add_row(name, shape, "-", why, style="dim")
+            table.add_row(escape(name), shape, "-", why, style="dim")
         elif parts is None and len(found.weights) > MOST_ROWS:
             hidden += 1
         else:
-            table.add_row(name, shape, str(parts or "-"), _cell(max(each), verdict))
+            table.add_row(escape(name), shape, str(parts or "-"), _cell(max(each), verdict))
     if hidden:
         table.add_row(f"{hidden} more", "", "-", f"at most {found.tolerance:.0e}", style="dim")
     return table
