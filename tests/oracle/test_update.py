@@ -180,6 +180,15 @@ def test_a_variable_left_out_of_weight_decay_does_not_decay() -> None:
     assert_equal(trained(strategy_of(2), dense, optimizer), trained(None, dense, optimizer))
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_variable_that_gets_whole_slots_decays_as_well(scaled: bool) -> None:
+    def optimizer() -> optimizers.Optimizer:
+        made = optimizers.AdamW(0.01, weight_decay=0.3)
+        return optimizers.LossScaleOptimizer(made, initial_scale=128.0) if scaled else made
+
+    assert_equal(trained(strategy_of(2), words, optimizer), trained(None, words, optimizer))
+
+
 def hand_loop(strategy: Any, meet: bool = False, optimizer: Any = ELEMENTWISE["adam"][0], build: Any = dense) -> keras.Model:
     model = compiled(strategy, build, optimizer)
 

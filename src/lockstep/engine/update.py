@@ -114,10 +114,17 @@ def update_step(original: Callable) -> Callable:
         pairs = list(zip(grads, trainable_variables, strict=True))
         if not _is_in_replica() or not layouts_of(self):
             return original(self, grads, trainable_variables, learning_rate)
-        for gradient, variable in pairs:
-            if isinstance(gradient, tf.IndexedSlices) or not _can_join():
+        layouts, can_join = layouts_of(self), _can_join()
+        not_after_all = [
+            variable
+            for gradient, variable in pairs
+            if _value(variable)._unique_id in layouts and (isinstance(gradient, tf.IndexedSlices) or not can_join)
+        ]
+        if not_after_all:
+            for variable in not_after_all:
                 make_whole(self, _value(variable)._unique_id)
-        layouts = layouts_of(self)
+            # It was left out above, to decay with its shards.
+            self._apply_weight_decay(not_after_all)
         shared = [pair for pair in pairs if _value(pair[1])._unique_id in layouts]
         whole = [pair for pair in pairs if _value(pair[1])._unique_id not in layouts]
         if whole:
