@@ -60,6 +60,7 @@ class Replica:
         # The micro-batch that is being computed, and the updates held back until all of them are.
         self.micro_batch: MicroBatch | None = None
         self.held: list[Any] | None = None
+        # Whether the gradients at hand are shards (see `equal_writes`).
         self.scattered = False
         self._exact_depth = 0
         self._own_depth = 0
@@ -134,12 +135,12 @@ class Replica:
           scattered: whether the gradients at hand are this replica's shards where the update is shared out (see `update`).
         """
         self._exact_depth += 1
-        self.scattered = scattered
+        before, self.scattered = self.scattered, scattered
         try:
             yield
         finally:
             self._exact_depth -= 1
-            self.scattered = False
+            self.scattered = before
 
 
 # The variables that a step has written locally, by id, and whether by adding to them.

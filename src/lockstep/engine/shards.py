@@ -122,11 +122,11 @@ class ShardedVariable(MirroredVariable):
         own = self._own()
         return self.whole() if own is None else own
 
-    def value(self) -> Any:
-        return tf.identity(self._get())
-
     def read_value(self) -> tf.Tensor:
         return tf.identity(self._get())
+
+    def value(self) -> tf.Tensor:
+        return self.read_value()
 
     def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
         del as_ref

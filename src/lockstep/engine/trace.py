@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,18 +174,18 @@ class Trace:
 
     def mark_scatter(self, x: tf.Tensor, layout: ShardLayout) -> tf.Tensor:
         """The replica's shard of the sum of ``x`` over replicas: shape ``[layout.length]``."""
-        with self._cut():
-            x = _here(x)
-            y = tf.raw_ops.Placeholder(dtype=x.dtype, shape=[layout.length], name="scattered")
-        self._add(Mark("scatter", (x,), (y,), layout=layout))
-        return y
+        return self._mark_shards("scatter", x, layout, [layout.length])
 
     def mark_join(self, shard: tf.Tensor, layout: ShardLayout) -> tf.Tensor:
         """The whole tensor of which each replica hands in its ``shard``."""
+        return self._mark_shards("join", shard, layout, layout.shape)
+
+    def _mark_shards(self, kind: str, x: tf.Tensor, layout: ShardLayout, shape: Sequence[int]) -> tf.Tensor:
+        """A mark that gives back a tensor of another ``shape``."""
         with self._cut():
-            shard = _here(shard)
-            y = tf.raw_ops.Placeholder(dtype=shard.dtype, shape=layout.shape, name="joined")
-        self._add(Mark("join", (shard,), (y,), layout=layout))
+            x = _here(x)
+            y = tf.raw_ops.Placeholder(dtype=x.dtype, shape=shape, name="exchanged")
+        self._add(Mark(kind, (x,), (y,), layout=layout))
         return y
 
     def mark_check(self, right: tf.Tensor, message: str, step: tf.Tensor | None = None) -> tf.Tensor:

@@ -21,25 +21,28 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     found = verdict.comparison
     without = f" (without: {', '.join(verdict.allowed)})" if verdict.allowed else ""
     if verdict.is_equal:
-        console.print(
+        _say(
+            console,
             f"EQUAL: {verdict.replicas} replicas compute what one device computes{without}. Largest difference over "
             f"{len(found.losses)} steps: {found.worst:.1e}, allowed {found.tolerance:.0e}.",
-            style="bold green",
-            highlight=False,
-            markup=False,
+            "bold green",
         )
         return
-    console.print(_parting(verdict), style="bold red", highlight=False, markup=False)
+    _say(console, _parting(verdict), "bold red")
     for cause in verdict.causes:
-        console.print(f"Likely cause: {cause.name}. {cause.what}", highlight=False, markup=False)
-        console.print(f"What to do: {cause.remedy}", highlight=False, markup=False)
+        _say(console, f"Likely cause: {cause.name}. {cause.what}")
+        _say(console, f"What to do: {cause.remedy}")
     if not verdict.causes:
-        console.print(
+        _say(
+            console,
             "The cause is none that lockstep recognises (a batch that is not split, a loss averaged over the slice, "
             "BatchNormalization, dropout, an op that is not deterministic). Look at what computes this variable.",
-            highlight=False,
-            markup=False,
         )
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    """Prints ``text`` as it is: names in it may look like markup."""
+    console.print(text, style=style, highlight=False, markup=False)
 
 
 def _parting(verdict: Verdict) -> str:
