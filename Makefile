@@ -13,11 +13,12 @@ VERSION_VENVS := .venvs/oldest .venvs/newest
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test coverage lint format types docs-check versions bench lock clean help
+.PHONY: demo test oracle coverage lint format types docs-check versions bench lock clean help
 
 help:
 	@echo "make demo        train the digits on two replicas (recipes/digits.toml)"
 	@echo "make test        run the tests"
+	@echo "make oracle      the oracle's longer tables: precisions, optimizers, remainders"
 	@echo "make coverage    run the tests and show the lines no test reaches"
 	@echo "make lint        ruff check and ruff format --check, sizes of modules and functions"
 	@echo "make format      let ruff rewrite what it can"
@@ -40,6 +41,9 @@ demo: $(STAMP)
 # A process a core: tracing is Python, of which a process runs one thread at a time.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
+
+oracle: $(STAMP)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m oracle tests/oracle $(PYTEST_ARGS)
 
 coverage: $(STAMP)
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)

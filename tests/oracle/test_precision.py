@@ -24,6 +24,7 @@ def check(row: Row) -> None:
     assert not broken, f"{broken} of {row}"
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("row", short_table(), ids=str)
 def test_n_devices_compute_what_one_does(row: Row) -> None:
     check(row)
