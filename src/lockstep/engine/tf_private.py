@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -63,7 +64,12 @@ from tensorflow.python.framework import (  # noqa: E402
     ops,
 )
 from tensorflow.python.grappler import cluster, tf_optimizer  # noqa: E402
-from tensorflow.python.ops import control_flow_util, handle_data_util, resource_variable_ops  # noqa: E402
+from tensorflow.python.ops import (  # noqa: E402
+    control_flow_util,
+    gen_resource_variable_ops,
+    handle_data_util,
+    resource_variable_ops,
+)
 from tensorflow.python.ops.control_flow_v2_func_graphs import (  # noqa: E402
     CondBranchFuncGraph,
     WhileBodyFuncGraph,
@@ -263,6 +269,48 @@ def quiet_device_copies() -> Iterator[None]:
 def create_mirrored_variable(strategy: Any, create: Callable[..., list], policies: dict, **kwargs: Any) -> Any:
     """The distributed variable around the per-replica variables that ``create`` returns."""
     return distribute_utils.create_mirrored_variable(strategy, create, {"VariableClass": MirroredVariable}, policies, **kwargs)
+
+
+class CopiedVariable(resource_variable_ops.ResourceVariable):
+    """Like the variable ``first``, on the device of the current scope, starting from ``value``. For eager mode.
+
+    What TensorFlow makes gets its name as an attribute of the op that creates its handle. Each variable then needs a kernel
+    of its own, which takes longer than all the rest and stays in the runtime's cache for good. Copies share theirs by shape.
+    """
+
+    def __init__(self, first: Any, value: Any, name: str, debug_name: str):
+        handle = gen_resource_variable_ops.var_handle_op(
+            dtype=first.dtype, shape=first.shape, shared_name=context.anonymous_name(), debug_name=debug_name
+        )
+        handle_data_util.copy_handle_data(first.handle, handle)
+        handle._parent_trackable = weakref.ref(self)
+        handle._name, handle._unique_id = f"{name}:0", f"{name}_{ops.uid()}"
+        gen_resource_variable_ops.assign_variable_op(handle, value)
+        resource_variable_ops.BaseResourceVariable.__init__(
+            self,
+            trainable=first.trainable,
+            shape=first.shape,
+            dtype=first.dtype,
+            handle=handle,
+            constraint=first.constraint,
+            synchronization=first.synchronization,
+            aggregation=first.aggregation,
+            distribute_strategy=first._distribute_strategy,
+            name=name,
+            unique_id=handle._unique_id,
+            handle_name=name,
+            in_graph_mode=False,
+        )
+
+    @staticmethod
+    def can_copy(first: Any) -> bool:
+        """Whether ``first`` is of the usual kind, and its copies can be made at once."""
+        return (
+            type(first) is resource_variable_ops.ResourceVariable
+            and context.executing_eagerly()
+            and first.dtype != tf.variant
+            and first._caching_device is None
+        )
 
 
 class MirroredVariable(DistributedVariable):

@@ -24,6 +24,7 @@ import tensorflow as tf
 from lockstep.engine import shards
 from lockstep.engine.context import FallBack, Replica, TracedContext, current, masked
 from lockstep.engine.tf_private import (
+    CopiedVariable,
     OnReadPolicy,
     OnWritePolicy,
     ReduceOp,
@@ -50,17 +51,20 @@ def _create(extended: Any, next_creator: Callable, kwargs: dict[str, Any]) -> An
         layout, whose = extended.next_is_sharded
         return shards.create(extended, next_creator, layout, whose, kwargs)
 
-    def create_components(**kwargs: Any) -> list[tf.Variable]:
-        components: list[tf.Variable] = []
+    def create_components(**kwargs: Any) -> list[Any]:
+        components: list[Any] = []
         for replica, device in enumerate(extended.devices):
-            with tf.device(device):
-                if replica > 0:
-                    kwargs["name"] = f"{components[0].name.split(':')[0]}/replica_{replica}/"
-                with quiet_device_copies():
+            with tf.device(device), quiet_device_copies():
+                if replica == 0:
                     components.append(next_creator(**kwargs))
-                    if replica == 0:
-                        # Drawn once: a second draw from a random initializer would differ.
-                        kwargs["initial_value"] = _initial_value_of(components[0])
+                    # Drawn once: a second draw from a random initializer would differ.
+                    kwargs["initial_value"] = _initial_value_of(components[0])
+                    continue
+                name = f"{components[0].name.split(':')[0]}/replica_{replica}"
+                if CopiedVariable.can_copy(components[0]):
+                    components.append(CopiedVariable(components[0], kwargs["initial_value"], name, f"replica_{replica}"))
+                else:
+                    components.append(next_creator(**{**kwargs, "name": f"{name}/"}))
         return components
 
     policies = {
