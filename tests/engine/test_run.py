@@ -125,6 +125,19 @@ def test_gradient_through_all_reduce(strategy: Any) -> None:
     np.testing.assert_allclose(got, [[2 * mean, 4.0]] * n, rtol=1e-6)
 
 
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_gradients_without_a_tape(strategy: Any, op: str) -> None:
+    def step(x: tf.Tensor) -> Any:
+        return tf.gradients(_context().all_reduce(op, x) * (x + 1.0), [x])[0]
+
+    n = strategy.num_replicas_in_sync
+    got = _local(strategy, tf.function(lambda: strategy.run(step, (_ids(strategy),)))())
+    # y_r = R (x_r + 1): R itself, and of R what all replicas add to it.
+    share = 1.0 if op == "SUM" else 1.0 / n
+    numbers = np.array([[r + 1.0, 2.0] for r in range(n)])
+    np.testing.assert_allclose(got, share * (numbers.sum(0) + (numbers + 1).sum(0)) * np.ones((n, 1)), rtol=1e-6)
+
+
 def test_exchange_in_a_nested_function_and_in_a_loop(strategy: Any) -> None:
     @tf.function
     def nested(x: tf.Tensor) -> tf.Tensor:

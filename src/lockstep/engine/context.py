@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from lockstep.engine.borrowed import cut, cut_rows, masked
-from lockstep.engine.exchange import check_gather
+from lockstep.engine.exchange import as_dense, as_value, check_gather, reduce_op_of
 from lockstep.engine.tf_private import ReduceOp, ReplicaContext, default_graph, may_record_gradients, nest
-from lockstep.errors import ExchangeError, UnsupportedError
+from lockstep.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lockstep.engine.shards import ShardLayout
@@ -190,8 +190,8 @@ class SoleContext(ReplicaContext):
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         del options
-        _reduce_op(reduce_op)
-        return nest.map_structure(_as_value, value)
+        reduce_op_of(reduce_op)
+        return nest.map_structure(as_value, value)
 
 
 class TracedContext(ReplicaContext):
@@ -211,7 +211,7 @@ class TracedContext(ReplicaContext):
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         del options
-        op = _reduce_op(reduce_op)
+        op = reduce_op_of(reduce_op)
         flat = nest.flatten(value)
         # As TensorFlow does: what all replicas are handed from outside is one value, which counts once.
         outside = [self.trace.origins.is_outside(v) for v in flat]
@@ -240,7 +240,7 @@ class TracedContext(ReplicaContext):
             return tf.RaggedTensor.from_row_lengths(*rows)
         if self.trace.origins.is_outside(value):
             return tf.identity(value)
-        x = _as_dense(value)
+        x = as_dense(value)
         axis = check_gather([x], axis)
 
         @tf.custom_gradient
@@ -270,14 +270,17 @@ class TracedContext(ReplicaContext):
         ]
 
     def _exchange(self, op: ReduceOp, xs: list[Any], outside: list[bool]) -> list[Any]:
-        exchanged = iter(self._exchanged(op, [_as_value(x) for x, once in zip(xs, outside, strict=True) if not once]))
+        exchanged = iter(self._exchanged(op, [as_value(x) for x, once in zip(xs, outside, strict=True) if not once]))
         return [_same_for_all(x) if once else next(exchanged) for x, once in zip(xs, outside, strict=True)]
 
     def _exchanged(self, op: ReduceOp, xs: list[Any]) -> list[Any]:
         if not xs:
             return []
         self._check_can_meet("all_reduce", xs)
-        return [self.trace.mark_reduce(op, x) for x in self.lockstep.handed_in(xs)]
+        handed_in = self.lockstep.handed_in(xs)
+        # For tf.gradients, which sees no tape.
+        with default_graph().gradient_override_map({"Identity": _GRADIENT_OF[op]}):
+            return [self.trace.mark_reduce(op, x) for x in handed_in]
 
     def _check_can_meet(self, what: str, xs: list[Any]) -> None:
         graph = default_graph()
@@ -290,6 +293,14 @@ class TracedContext(ReplicaContext):
             f"number of times. Received: {what} of {len(xs)} tensor(s), the first of shape {xs[0].shape}. "
             f"Allowed: outside of loops, also in a tf.cond. Call {what} after the loop, or put the loop around strategy.run."
         )
+
+
+_GRADIENT_OF = {op: f"Lockstep{op.value.title()}" for op in ReduceOp}
+for _op, _name in _GRADIENT_OF.items():
+
+    @tf.RegisterGradient(_name)
+    def _gradient_of_reduced(op: tf.Operation, dy: tf.Tensor, reduce_op: ReduceOp = _op) -> tf.Tensor:
+        return tf.distribute.get_replica_context().all_reduce(reduce_op, dy)
 
 
 def _same_for_all(x: Any) -> Any:
@@ -367,26 +378,3 @@ def current() -> Replica | None:
 def sum_over_replicas(values: list[Any]) -> list[Any]:
     """The sum of each of ``values`` over all replicas, called in one of them."""
     return tf.distribute.get_replica_context().all_reduce(ReduceOp.SUM, values)
-
-
-def _reduce_op(op: Any) -> ReduceOp:
-    try:
-        return ReduceOp(op.upper()) if isinstance(op, str) else ReduceOp(op)
-    except ValueError:
-        raise ExchangeError(f"Replicas cannot reduce in this way. Received: {op!r}. Allowed: 'SUM', 'MEAN'.") from None
-
-
-def _as_value(value: Any) -> Any:
-    if not isinstance(value, tf.IndexedSlices):
-        return _as_dense(value)
-    return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices), value.dense_shape)
-
-
-def _as_dense(value: Any) -> tf.Tensor:
-    if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
-        raise UnsupportedError(
-            f"Replicas exchange dense tensors. Received: a {type(value).__name__} of shape {value.shape}. "
-            "Allowed: tensors, IndexedSlices in an all_reduce, ragged rows in an all_gather along axis 0. "
-            "Exchange its values, or return it from the replica function and use strategy.gather."
-        )
-    return tf.convert_to_tensor(value)
