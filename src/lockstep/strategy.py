@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,15 @@ from lockstep.engine.tf_private import DistributedValues, nest
 from lockstep.engine.weights import find_slices
 from lockstep.engine.xla import described
 from lockstep.errors import StrategyMismatchError
+
+# What a first strategy sets up (seams, devices, threads of TensorFlow) is set up once, also where two threads make one each.
+_constructing = threading.Lock()
+
+
+class _Here(threading.local):
+    """Per thread: how deep inside of a strategy's own code, which may run what the user would be warned about."""
+
+    depth = 0
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):
@@ -83,13 +93,14 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         options = Options(
             check_finite, sync_batch_norm, _exchange_dtype(exchange_dtype), check_count(micro_batches), update_.choice(update)
         )
-        keras_private.install()
-        losses.install()
-        names = devices_.resolve(devices, replicas, logical_replicas)
+        with _constructing:
+            keras_private.install()
+            losses.install()
+            names = devices_.resolve(devices, replicas, logical_replicas)
         # Not MirroredStrategy's own constructor, which would build TensorFlow's engine.
         tf.distribute.Strategy.__init__(self, Extended(self, names, cross_device_ops, options))
         self._warned_undistributed = False
-        self._inside_library = 0
+        self._inside_library = _Here()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MirroredStrategy:
         """Devices are not copied: a copied strategy is the same strategy."""
@@ -200,14 +211,14 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         Returns:
           A tensor of the value's shape, without ``axis``.
         """
-        self._inside_library += 1
+        self._inside_library.depth += 1
         try:
             return super().reduce(reduce_op, value, axis)
         finally:
-            self._inside_library -= 1
+            self._inside_library.depth -= 1
 
     def _warn_if_undistributed(self, fn: Callable, arguments: Any) -> None:
-        if self.num_replicas_in_sync == 1 or self._warned_undistributed or self._inside_library:
+        if self.num_replicas_in_sync == 1 or self._warned_undistributed or self._inside_library.depth:
             return
         leaves = nest.flatten(arguments)
         if any(isinstance(leaf, DistributedValues) for leaf in leaves):
