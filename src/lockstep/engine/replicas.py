@@ -28,6 +28,7 @@ from lockstep.engine.tf_private import (
     may_record_gradients,
     regroup,
     run_in_threads,
+    select_replica,
 )
 from lockstep.engine.trace import Trace, trace_replica
 from lockstep.engine.weights import Weights, weights_of, with_borrowed_rows, without_borrowed_rows
@@ -170,6 +171,7 @@ class Clones:
 def _run_alone(strategy: Any, fn: Callable, args: Any, kwargs: Any) -> Any:
     if not tf.executing_eagerly():
         fn = converted(fn)
+    args, kwargs = select_replica(0, (tuple(args), kwargs))
     with SoleContext(strategy):
         return fn(*args, **kwargs)
 
