@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine import datasets, replicas, values, variables
+from lockstep.engine import datasets, replicas, session_graphs, values, variables
 from lockstep.engine.context import SoleContext, ThreadReplica, TracedContext, TracedReplica, current
 from lockstep.engine.exchange import choose
 from lockstep.engine.shards import ShardLayout
@@ -146,6 +146,7 @@ class Extended(StrategyExtended):
         return self._here.next_is_sharded
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        session_graphs.refuse("a variable made in a strategy's scope")
         return variables.create(self, next_creator, **kwargs)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
@@ -158,7 +159,14 @@ class Extended(StrategyExtended):
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         del options
+        session_graphs.refuse("experimental_distribute_dataset")
         return datasets.distribute(dataset, self.replicas)
+
+    def _make_dataset_iterator(self, dataset: Any) -> None:
+        session_graphs.refuse_iterator("make_dataset_iterator")
+
+    def _make_input_fn_iterator(self, input_fn: Any, replication_mode: Any = None) -> None:
+        session_graphs.refuse_iterator("make_input_fn_iterator")
 
     def _experimental_make_numpy_dataset(self, numpy_input: Any, session: Any) -> tf.data.Dataset:
         del session
@@ -166,6 +174,7 @@ class Extended(StrategyExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
         del options
+        session_graphs.refuse("distribute_datasets_from_function")
         return datasets.from_function(dataset_fn, self.replicas)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
@@ -238,6 +247,7 @@ class Extended(StrategyExtended):
             self._here.options = before
 
     def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
+        session_graphs.refuse("strategy.run")
         return replicas.run(self, fn, args, kwargs or {}, **self._here.options)
 
     @contextlib.contextmanager
