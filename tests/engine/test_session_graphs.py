@@ -56,12 +56,6 @@ def test_refused(strategy: Any, name: str) -> None:
     assert "in a tf.function say, or use tf.distribute.MirroredStrategy for TF1 graphs." in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["make_dataset_iterator", "make_input_fn_iterator"])
-def test_iterators_for_sessions_are_refused(strategy: Any, name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"Received: a call of {name}. Iterate over strategy.experimental_"):
-        getattr(strategy, name)(tf.data.Dataset.range(4))
-
-
 def test_a_graph_of_its_own_is_left_alone(strategy: Any) -> None:
     """Built under a strategy, in a step or in a replica, but without using the strategy."""
 

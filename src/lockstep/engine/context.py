@@ -314,4 +314,10 @@ def _reduce_op(op: Any) -> ReduceOp:
 
 
 def _as_value(value: Any) -> Any:
-    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+    return as_tensors(value) if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+
+
+def as_tensors(slices: tf.IndexedSlices, dtype: Any = None) -> tf.IndexedSlices:
+    """``slices`` made of tensors; a user may have made them of lists or arrays."""
+    shape = None if slices.dense_shape is None else tf.convert_to_tensor(slices.dense_shape)
+    return tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype), tf.convert_to_tensor(slices.indices), shape)

@@ -162,12 +162,6 @@ class Extended(StrategyExtended):
         session_graphs.refuse("experimental_distribute_dataset")
         return datasets.distribute(dataset, self.replicas)
 
-    def _make_dataset_iterator(self, dataset: Any) -> None:
-        session_graphs.refuse_iterator("make_dataset_iterator")
-
-    def _make_input_fn_iterator(self, input_fn: Any, replication_mode: Any = None) -> None:
-        session_graphs.refuse_iterator("make_input_fn_iterator")
-
     def _experimental_make_numpy_dataset(self, numpy_input: Any, session: Any) -> tf.data.Dataset:
         del session
         return tf.data.Dataset.from_tensor_slices(numpy_input)

@@ -172,7 +172,7 @@ def _run_alone(strategy: Any, fn: Callable, args: Any, kwargs: Any) -> Any:
     if not tf.executing_eagerly():
         fn = converted(fn)
     args, kwargs = select_replica(0, (tuple(args), kwargs))
-    with SoleContext(strategy):
+    with captures.mismatch_explained(strategy), SoleContext(strategy):
         return fn(*args, **kwargs)
 
 

@@ -20,11 +20,3 @@ def refuse(what: str) -> None:
         "a TF1 graph is built (tf.Graph().as_default(), or tf.compat.v1.disable_eager_execution()). "
         "Do it outside of the graph, in a tf.function say, or use tf.distribute.MirroredStrategy for TF1 graphs."
     )
-
-
-def refuse_iterator(method: str) -> None:
-    """Raises UnsupportedError for the iterators that sessions take their batches from."""
-    raise UnsupportedError(
-        f"{method} makes an iterator for a TF1 session, which lockstep does not run. Received: a call of {method}. "
-        "Iterate over strategy.experimental_distribute_dataset(dataset) or strategy.distribute_datasets_from_function(fn)."
-    )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lockstep.engine.context import masked
+from lockstep.engine.context import as_tensors, masked
 from lockstep.engine.tf_private import (
     CompositeTensor,
     DistributedValues,
@@ -51,6 +51,7 @@ def _counted(extended: Any, value: Any) -> list[Any]:
     Variables hold what earlier batches left, so they count whatever this batch holds.
     """
     each = list(value.values) if isinstance(value, DistributedValues) else [value] * extended.replicas
+    each = [as_tensors(v) if isinstance(v, tf.IndexedSlices) else v for v in each]
     weights = extended.thread_weights
     if weights is None or isinstance(value, DistributedVariable):
         return each

@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engine import shards
-from lockstep.engine.context import FallBack, Replica, TracedContext, current, masked
+from lockstep.engine.context import FallBack, Replica, TracedContext, as_tensors, current, masked
 from lockstep.engine.tf_private import (
     CopiedVariable,
     OnReadPolicy,
@@ -145,10 +145,11 @@ class OnWrite(OnWritePolicy):
             if not replica.writes_are_own:
                 replica.record_write(var)
             return update_fn(component, value, **kwargs)
+        if isinstance(value, tf.IndexedSlices):
+            value = as_tensors(value, var.dtype)
         context = tf.distribute.get_replica_context()
         if isinstance(context, TracedContext):
-            if not isinstance(value, tf.IndexedSlices):
-                value = _tensor(value, var)
+            value = value if isinstance(value, tf.IndexedSlices) else _tensor(value, var)
             return update_fn(component, _aggregated(context, replica, var.aggregation, value), **kwargs)
         return super()._update_replica(var, update_fn, value, **kwargs)
 
@@ -163,6 +164,7 @@ def _written_everywhere(var: Any, update_fn: Callable, value: Any, **kwargs: Any
     count = len(var.values)
     if var.aggregation == tf.VariableAggregation.SUM and is_mirrored(var):
         if isinstance(value, tf.IndexedSlices):
+            value = as_tensors(value, var.dtype)
             value = tf.IndexedSlices(count * value.values, value.indices, value.dense_shape)
         else:
             value = count * _tensor(value, var)
