@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from lockstep.engine import captured_values, feed, keras_private, losses
 from lockstep.engine import devices as devices_
-from lockstep.engine import feed, keras_private, losses
 from lockstep.engine import update as update_
 from lockstep.engine.accumulate import accumulate, check_count
 from lockstep.engine.extended import Extended, Options
@@ -96,6 +96,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         with _constructing:
             keras_private.install()
             losses.install()
+            captured_values.install()
             names = devices_.resolve(devices, replicas, logical_replicas)
         # Not MirroredStrategy's own constructor, which would build TensorFlow's engine.
         tf.distribute.Strategy.__init__(self, Extended(self, names, cross_device_ops, options))
