@@ -11,6 +11,7 @@ __all__ = [
     "DeviceError",
     "LockstepError",
     "RecipeError",
+    "ReplicaContextError",
     "StrategyMismatchError",
     "TooLateError",
     "UnsupportedError",
@@ -41,6 +42,10 @@ class BatchError(LockstepError, ValueError):
 
 class StrategyMismatchError(LockstepError, ValueError, RuntimeError):
     """A variable, model or scope belongs to another strategy."""
+
+
+class ReplicaContextError(LockstepError, RuntimeError):
+    """A call that looks at all replicas from outside was made in one of them."""
 
 
 class UnsupportedError(LockstepError, NotImplementedError):

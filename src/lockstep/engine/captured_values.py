@@ -16,7 +16,7 @@ from lockstep.engine.tf_private import PerReplica, default_graph
 from lockstep.errors import UnsupportedError
 
 
-def _to_tensor(value: PerReplica, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> Any:
+def _to_tensor(value: Any, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> Any:
     del dtype, name, as_ref
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedContext):

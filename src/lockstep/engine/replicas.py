@@ -26,12 +26,14 @@ from lockstep.engine.tf_private import (
     converted,
     inside_compiled,
     may_record_gradients,
+    nest,
     regroup,
     run_in_threads,
     select_replica,
 )
 from lockstep.engine.trace import Trace, trace_replica
 from lockstep.engine.weights import Weights, weights_of, with_borrowed_rows, without_borrowed_rows
+from lockstep.errors import UnsupportedError
 
 
 @dataclass
@@ -177,13 +179,31 @@ def _run_alone(strategy: Any, fn: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def _run_threads(extended: Any, fn: Callable, args: Any, kwargs: Any, weights: Weights | None) -> Any:
-    run = ThreadRun(weights)
+    run, results = ThreadRun(weights), []
 
     def replica(*args: Any, **kwargs: Any) -> Any:
         with extended.in_thread_run(run):
-            return fn(*args, **kwargs)
+            results.append(fn(*args, **kwargs))
+        return results[-1]
 
     with captures.mismatch_explained(extended.container), extended.in_thread_run(run):
-        result = run_in_threads(extended.container, replica, args, kwargs)
+        try:
+            result = run_in_threads(extended.container, replica, args, kwargs)
+        except AssertionError:  # what TensorFlow says of results that do not fit together
+            if len(results) == extended.replicas:
+                _check_alike(results)
+            raise
         variables.make_equal(extended, run.written.values(), weights)
     return result
+
+
+def _check_alike(results: list[Any]) -> None:
+    for replica, result in enumerate(results):
+        try:
+            nest.assert_same_structure(results[0], result)
+        except (ValueError, TypeError) as error:
+            raise UnsupportedError(
+                "A replica function must return the same structure on every replica. "
+                f"Received: {results[0]!r} from replica 0, {result!r} from replica {replica}. "
+                "Return the same keys and as many elements everywhere; a tensor may have another shape on each replica."
+            ) from error
