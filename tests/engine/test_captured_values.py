@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import lockstep
 from device_tools import devices
-from lockstep.errors import UnsupportedError
+from lockstep.errors import StrategyMismatchError, UnsupportedError
 
 
 @pytest.fixture(params=[1, 2, 3], scope="module")
@@ -79,3 +79,15 @@ def test_outside_of_a_replica_it_is_no_tensor() -> None:
     strategy = lockstep.MirroredStrategy(devices(2))
     with pytest.raises(ValueError, match="PerReplica object while not inside a replica context"):
         tf.reduce_sum(strategy.split(tf.range(7.0)))
+
+
+def test_it_has_a_value_for_every_replica(strategy: Any) -> None:
+    value = lockstep.MirroredStrategy(devices(4)).split(tf.range(8.0))
+    for step in (
+        lambda: strategy.run(lambda: tf.reduce_sum(value)),
+        tf.function(lambda: strategy.run(lambda: tf.reduce_sum(value))),
+    ):
+        with pytest.raises(StrategyMismatchError) as error:
+            step()
+        n = strategy.num_replicas_in_sync
+        assert f"as many replicas as it has values. Received: 4 values, in one of {n} replicas. Make it" in str(error.value)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import lockstep
 from device_tools import devices
+from lockstep.engine.replicas import StepFunction
 from lockstep.errors import ReplicaContextError, UnsupportedError
 
 
@@ -99,3 +100,21 @@ def test_a_tensor_array_is_returned(strategy: Any) -> None:
         return [result["array"].stack() for result in results]
 
     assert [v.numpy().tolist() for v in step()] == [[1.0, 2.0]] * strategy.num_replicas_in_sync
+
+
+def test_a_run_in_a_merge_call_is_made_in_its_own_way() -> None:
+    """Not with the borrowed rows of the run around it: a replica without examples returns none of its own."""
+    strategy = lockstep.MirroredStrategy(devices(3))
+
+    def merged(strategy: Any) -> Any:
+        inner = strategy.run(lambda x: x + 1.0, (strategy.split(tf.constant([1.0, 2.0])),))
+        return strategy.gather(inner, axis=0)
+
+    def replica(x: Any) -> Any:
+        return x, tf.distribute.get_replica_context().merge_call(merged)
+
+    step = StepFunction(replica)
+    for run in (lambda x: strategy.run(step, (x,)), tf.function(lambda x: strategy.run(step, (x,)))):
+        rows, joined = run(strategy.split(tf.constant([5.0, 6.0])))
+        assert [v.numpy().tolist() for v in strategy.experimental_local_results(rows)] == [[5.0], [6.0], [5.0]]
+        assert strategy.experimental_local_results(joined)[0].numpy().tolist() == [2.0, 3.0]

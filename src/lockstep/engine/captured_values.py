@@ -11,14 +11,20 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine.context import FallBack, TracedContext
+from lockstep.engine.context import FallBack, TracedContext, current
 from lockstep.engine.tf_private import PerReplica, default_graph
-from lockstep.errors import UnsupportedError
+from lockstep.errors import StrategyMismatchError, UnsupportedError
 
 
 def _to_tensor(value: Any, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> Any:
     del dtype, name, as_ref
     context = tf.distribute.get_replica_context()
+    if current() is not None and len(value.values) != context.num_replicas_in_sync:
+        raise StrategyMismatchError(
+            "A per-replica value can only be used with as many replicas as it has values. "
+            f"Received: {len(value.values)} values, in one of {context.num_replicas_in_sync} replicas. "
+            "Make it with the strategy that uses it."
+        )
     if not isinstance(context, TracedContext):
         return NotImplemented  # TensorFlow's own conversion knows which replica this is
     if context.trace.belongs(default_graph()):

@@ -242,7 +242,12 @@ class Extended(StrategyExtended):
 
     def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
         session_graphs.refuse("strategy.run")
-        return replicas.run(self, fn, args, kwargs or {}, **self._here.options)
+        # They are this run's, and not those of one that a merge_call inside of it may start.
+        options, self._here.options = self._here.options, {}
+        try:
+            return replicas.run(self, fn, args, kwargs or {}, **options)
+        finally:
+            self._here.options = options
 
     @contextlib.contextmanager
     def in_thread_run(self, run: replicas.ThreadRun) -> Iterator[None]:

@@ -80,7 +80,8 @@ def run(extended: Any, fn: Callable, args: Any, kwargs: Any, borrow: bool = Fals
       borrow, compiled: as in `StepFunction`.
     """
     if isinstance(fn, Function):
-        return extended.clones.of(fn)(*args, **kwargs)
+        with extended.run_options(borrow=borrow):
+            return extended.clones.of(fn)(*args, **kwargs)
     strategy, replicas = extended.container, extended.replicas
     if replicas == 1:
         return _run_alone(strategy, fn, args, kwargs)
