@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "BatchError",
     "DeviceError",
+    "ExchangeError",
     "LockstepError",
     "RecipeError",
     "ReplicaContextError",
@@ -38,6 +39,10 @@ class TooLateError(LockstepError, RuntimeError):
 
 class BatchError(LockstepError, ValueError):
     """A batch or dataset cannot be split over the replicas."""
+
+
+class ExchangeError(LockstepError, ValueError):
+    """What replicas hand in at an all-reduce or a gather does not fit together."""
 
 
 class StrategyMismatchError(LockstepError, ValueError, RuntimeError):

@@ -182,7 +182,7 @@ def test_an_exception_in_the_middle_of_a_trace_leaves_nothing_behind(strategy: A
 
     @tf.function
     def nested(x: Any, fails: bool) -> Any:
-        x = tf.distribute.get_replica_context().all_reduce("SUM", x)
+        x = tf.distribute.get_replica_context().all_reduce("SUM", x + 0.0)
         if fails:
             raise error("in the middle")
         return x

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from lockstep.engine.borrowed import cut, cut_rows, masked
+from lockstep.engine.exchange import check_gather
 from lockstep.engine.tf_private import ReduceOp, ReplicaContext, default_graph, may_record_gradients, nest
-from lockstep.errors import UnsupportedError
+from lockstep.errors import ExchangeError, UnsupportedError
 
 if TYPE_CHECKING:
     from lockstep.engine.shards import ShardLayout
@@ -95,6 +97,11 @@ class Replica:
         """Whether this replica has any example (bool scalar tensor); None where it always has."""
         return None
 
+    def own(self, x: tf.Tensor, otherwise: Callable[[], tf.Tensor] | None = None) -> tf.Tensor:
+        """``x``; on a replica without examples, ``otherwise()`` (default zeros) for what was computed from a borrowed row."""
+        del otherwise
+        return x
+
     def record_share(self, x: Any) -> Any:
         """Notes that ``x`` is this replica's share of a global value, and returns it."""
         self.shares[id(x)] = x
@@ -167,6 +174,9 @@ class ThreadReplica(Replica):
     def active(self) -> Any | None:
         return self._weights.active[self._replica] if self._weights else None
 
+    def own(self, x: tf.Tensor, otherwise: Callable[[], tf.Tensor] | None = None) -> tf.Tensor:
+        return x if self._weights is None else self._weights.own(self._replica, x, otherwise)
+
     def record_write(self, variable: Any, added: bool = False) -> None:
         _record(self._written, variable, added)
 
@@ -203,23 +213,40 @@ class TracedContext(ReplicaContext):
         del options
         op = _reduce_op(reduce_op)
         flat = nest.flatten(value)
+        # As TensorFlow does: what all replicas are handed from outside is one value, which counts once.
+        outside = [self.trace.origins.is_outside(v) for v in flat]
         if any(isinstance(v, tf.IndexedSlices) for v in flat) or not may_record_gradients():
-            return nest.pack_sequence_as(value, self._exchange(op, flat))
+            return nest.pack_sequence_as(value, self._exchange(op, flat, outside))
 
         @tf.custom_gradient
         def reduced(*xs: tf.Tensor) -> Any:
             # The gradient of an all-reduced sum is the all-reduced gradient (mean likewise).
-            return self._exchange(op, list(xs)), lambda *dys: self.all_reduce(op, list(dys))
+            return self._exchange(op, list(xs), outside), lambda *dys: self.all_reduce(op, list(dys))
 
         return nest.pack_sequence_as(value, nest.flatten(reduced(*(tf.convert_to_tensor(v) for v in flat))))
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         del options
+        return nest.map_structure(lambda v: self._gathered(v, axis), value)
+
+    def _gathered(self, value: Any, axis: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices):
+            raise UnsupportedError(
+                f"all_gather does not support IndexedSlices. Received: {value!r}. "
+                "Gather its values and its indices, or all-reduce it, which joins the rows of all replicas."
+            )
+        if isinstance(value, tf.RaggedTensor) and check_gather([value], axis) == 0:
+            rows = self._gathered(value.values, axis), self._gathered(value.row_lengths(), axis)
+            return tf.RaggedTensor.from_row_lengths(*rows)
+        if self.trace.origins.is_outside(value):
+            return tf.identity(value)
+        x = _as_dense(value)
+        axis = check_gather([x], axis)
 
         @tf.custom_gradient
         def gathered(x: tf.Tensor) -> Any:
             whole = self.trace.mark_gather(x, axis)
-            if isinstance(axis, int) and x.shape.rank is not None:
+            if x.shape.rank is not None:
                 whole.set_shape([None if i == axis % x.shape.rank else n for i, n in enumerate(x.shape)])
 
             def gradient(dy: tf.Tensor) -> tf.Tensor:
@@ -230,25 +257,44 @@ class TracedContext(ReplicaContext):
 
             return whole, gradient
 
-        return nest.map_structure(lambda v: gathered(tf.convert_to_tensor(v)), value)
+        self._check_can_meet("all_gather", [x])
+        return gathered(self.lockstep.own_rows(x, axis))
 
     def scatter(self, xs: list[tf.Tensor], layouts: list[ShardLayout]) -> list[tf.Tensor]:
         """This replica's shard of the sum of each tensor over all replicas."""
-        marked = zip(self.lockstep.masked(xs), layouts, strict=True)
-        return [self.trace.mark_scatter(x, layout) for x, layout in marked]
+        outside = [self.trace.origins.is_outside(x) for x in xs]
+        handed_in = iter(self.lockstep.handed_in([x for x, once in zip(xs, outside, strict=True) if not once]))
+        return [
+            layout.own(x, self.replica_id_in_sync_group) if once else self.trace.mark_scatter(next(handed_in), layout)
+            for x, once, layout in zip(xs, outside, layouts, strict=True)
+        ]
 
-    def _exchange(self, op: ReduceOp, xs: list[Any]) -> list[Any]:
-        xs = self.lockstep.masked([_as_value(x) for x in xs])
+    def _exchange(self, op: ReduceOp, xs: list[Any], outside: list[bool]) -> list[Any]:
+        exchanged = iter(self._exchanged(op, [_as_value(x) for x, once in zip(xs, outside, strict=True) if not once]))
+        return [_same_for_all(x) if once else next(exchanged) for x, once in zip(xs, outside, strict=True)]
+
+    def _exchanged(self, op: ReduceOp, xs: list[Any]) -> list[Any]:
+        if not xs:
+            return []
+        self._check_can_meet("all_reduce", xs)
+        return [self.trace.mark_reduce(op, x) for x in self.lockstep.handed_in(xs)]
+
+    def _check_can_meet(self, what: str, xs: list[Any]) -> None:
         graph = default_graph()
         if self.trace.can_exchange_in(graph):
-            return [self.trace.mark_reduce(op, x) for x in xs]
+            return
         if not self.trace.inside_control_flow(graph):
             raise NeedsInlining
         raise UnsupportedError(
-            "An all-reduce inside a tf.while_loop of a replica function is not possible: replicas could go round a different "
-            f"number of times. Received: all_reduce of {len(xs)} tensor(s), the first of shape {xs[0].shape}. "
-            "Allowed: outside of loops, also in a tf.cond. Reduce after the loop, or put the loop around strategy.run."
+            "Replicas cannot meet inside a tf.while_loop of a replica function: they could go round a different "
+            f"number of times. Received: {what} of {len(xs)} tensor(s), the first of shape {xs[0].shape}. "
+            f"Allowed: outside of loops, also in a tf.cond. Call {what} after the loop, or put the loop around strategy.run."
         )
+
+
+def _same_for_all(x: Any) -> Any:
+    """A value from outside of the trace, as one of the trace."""
+    return nest.map_structure(tf.identity, x, expand_composites=True)
 
 
 class TracedReplica(Replica):
@@ -269,24 +315,38 @@ class TracedReplica(Replica):
     def record_write(self, variable: Any, added: bool = False) -> None:
         _record(self._trace.written, variable, added)
 
-    def masked(self, xs: list[Any]) -> list[Any]:
-        """``xs``, or zeros on a replica without examples. A branch, not a product: nothing is copied, and NaN does not leak."""
-        return masked(xs, self.active)
+    def own(self, x: tf.Tensor, otherwise: Callable[[], tf.Tensor] | None = None) -> tf.Tensor:
+        if otherwise is None:
+            return self.handed_in([x])[0]
+        active = self.active
+        if active is None or not self._trace.origins.is_from_batch(x):
+            return x
+        return tf.where(active, x, otherwise())
 
+    def own_rows(self, x: tf.Tensor, axis: int = 0) -> tf.Tensor:
+        """``x``; on a replica without examples, nothing along ``axis`` of what was computed from the borrowed row."""
+        active = self.active
+        if active is None or not self._trace.origins.is_from_batch(x):
+            return x
+        fixed = x.shape.rank is not None and x.shape[axis] is not None
+        return masked([x], active)[0] if fixed else cut(x, active, axis)
 
-def masked(xs: list[Any], active: Any | None) -> list[Any]:
-    """``xs`` where ``active``, else zeros of the same shapes and dtypes."""
-    if active is None or not xs:
-        return xs
-    flat = nest.flatten(xs, expand_composites=True)
-    # Only values are zeroed; the indices of IndexedSlices stay as they are.
-    keep = [x.dtype.is_floating or x.dtype.is_complex or not any(isinstance(v, tf.IndexedSlices) for v in xs) for x in flat]
-    values = [x for x, k in zip(flat, keep, strict=True) if k]
-    zeroed = iter(tf.nest.flatten(tf.cond(active, lambda: values, lambda: [tf.zeros_like(v) for v in values])))
-    out = [next(zeroed) if k else x for x, k in zip(flat, keep, strict=True)]
-    for x, y in zip(flat, out, strict=True):
-        y.set_shape(x.shape)
-    return nest.pack_sequence_as(xs, out, expand_composites=True)
+    def handed_in(self, xs: list[Any]) -> list[Any]:
+        """``xs`` as others get them: a replica without examples adds nothing that was computed from its borrowed row."""
+        active, origins = self.active, self._trace.origins
+        if active is None:
+            return xs
+        kept, parts, rebuild = list(xs), [], {}
+        for i, x in enumerate(xs):
+            if not isinstance(x, tf.IndexedSlices):
+                found, rebuild[i] = origins.split(x)
+                parts.append(found)
+            elif any(origins.is_from_batch(part) for part in (x.values, x.indices)):
+                kept[i] = cut_rows(x, active)
+        zeroed = iter(masked([part for found in parts for part in found], active))
+        for (i, make), found in zip(rebuild.items(), parts, strict=True):
+            kept[i] = make([next(zeroed) for _ in found])
+        return kept
 
 
 def current() -> Replica | None:
@@ -310,11 +370,26 @@ def sum_over_replicas(values: list[Any]) -> list[Any]:
 
 
 def _reduce_op(op: Any) -> ReduceOp:
-    return ReduceOp(op.upper()) if isinstance(op, str) else op
+    try:
+        return ReduceOp(op.upper()) if isinstance(op, str) else ReduceOp(op)
+    except ValueError:
+        raise ExchangeError(f"Replicas cannot reduce in this way. Received: {op!r}. Allowed: 'SUM', 'MEAN'.") from None
 
 
 def _as_value(value: Any) -> Any:
-    return as_tensors(value) if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+    if not isinstance(value, tf.IndexedSlices):
+        return _as_dense(value)
+    return as_tensors(value)
+
+
+def _as_dense(value: Any) -> tf.Tensor:
+    if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
+        raise UnsupportedError(
+            f"Replicas exchange dense tensors. Received: a {type(value).__name__} of shape {value.shape}. "
+            "Allowed: tensors, IndexedSlices in an all_reduce, ragged rows in an all_gather along axis 0. "
+            "Exchange its values, or return it from the replica function and use strategy.gather."
+        )
+    return tf.convert_to_tensor(value)
 
 
 def as_tensors(slices: tf.IndexedSlices, dtype: Any = None) -> tf.IndexedSlices:

@@ -52,7 +52,7 @@ def emit(extended: Any, trace: Trace, arguments: Any, weights: Weights | None, x
     def place() -> list[Any]:
         bindings = [_bind(extended, trace, arguments, weights, r) for r in range(extended.replicas)]
         _place(extended, stages, bindings, xla)
-        return [_results(trace, bound) for bound in bindings]
+        return [_results(trace, bound, device) for bound, device in zip(bindings, extended.devices, strict=True)]
 
     return optimize.once(place) if all(stage.all_optimized for stage in stages) else place()
 
@@ -105,11 +105,25 @@ def _bind(extended: Any, trace: Trace, arguments: Any, weights: Weights | None, 
     flat = nest.flatten(select_replica(replica, arguments), expand_composites=True)
     for position, placeholder in trace.arguments:
         bound[placeholder.name] = flat[position]
+    for position, placeholder in trace.repeated:
+        own = bound[trace.replica_id.name] if position is None else flat[position]
+        bound[placeholder.name] = _own_or_first(trace, arguments, weights, own, position, replica)
     for outer, inner in trace.graph.captures:
         variable = variable_of(outer)
         handle = outer if variable is None else variable.values[replica].handle
         bound[inner.name] = graph.capture(handle)
     return bound
+
+
+def _own_or_first(
+    trace: Trace, arguments: Any, weights: Weights | None, own: tf.Tensor, position: int | None, replica: int
+) -> tf.Tensor:
+    """A replica's own id or argument; replica 0's, where it has no example (see `repeats`)."""
+    if replica == 0 or weights is None:
+        return own
+    flat = nest.flatten(select_replica(0, arguments), expand_composites=True)
+    first = tf.zeros_like(own) if position is None else flat[position]
+    return tf.cond(weights.active[replica], lambda: own, lambda: first)
 
 
 def _call(extended: Any, stage: Stage, bound: Bindings, replica: int, before: list[tf.Operation], xla: bool) -> tf.Operation:
@@ -165,9 +179,7 @@ def _exchange(extended: Any, marks: Sequence[Mark], bindings: list[Bindings]) ->
         elif mark.kind == "rows":
             _bind_all(mark, extended.exchange.join_rows(values, mark.mean, position), bindings)
         elif mark.kind == "gather":
-            with tf.device(extended.devices[position % len(bindings)]):
-                whole = tf.concat([v[0] for v in values], mark.axis)
-            _bind_all(mark, [whole], bindings)
+            _bind_all(mark, [extended.exchange.gather([v[0] for v in values], mark.axis, position)], bindings)
         elif mark.kind == "check":
             checks.append(assert_all([v[0] for v in values], mark.message, values[0][1:]))
             _bind_all(mark, values[0][:1], bindings)
@@ -193,6 +205,17 @@ def assert_all(flags: list[tf.Tensor], message: str, step: list[tf.Tensor]) -> t
     return tf.debugging.Assert(tf.reduce_all(stacked), [message, "replica", replica, *(x for s in step for x in ("step", s))])
 
 
-def _results(trace: Trace, bound: Bindings) -> Any:
-    flat = [bound[o.name] if is_graph_output(o) else o for o in trace.flat_outputs]
-    return nest.pack_sequence_as(trace.outputs, flat, expand_composites=True)
+def _results(trace: Trace, bound: Bindings, device: str) -> Any:
+    exchanged = {name for mark in trace.marks_in[trace.graph] for name in mark.ops}
+
+    def result(output: Any) -> Any:
+        if not is_graph_output(output):
+            return output
+        value = bound[output.name]
+        if output.op.name not in exchanged:
+            return value
+        # What all replicas got from an exchange may be one tensor, and yet it is a value of each.
+        with tf.device(device):
+            return tf.identity(value)
+
+    return nest.pack_sequence_as(trace.outputs, [result(o) for o in trace.flat_outputs], expand_composites=True)

@@ -40,11 +40,11 @@ class Slices(PerReplica):
     @property
     def _type_spec(self) -> SlicesSpec:
         if self._spec is None:
-            self._spec = SlicesSpec(*(_open_batch_axis(tf.type_spec_from_value(v)) for v in self._values))
+            self._spec = SlicesSpec(*(open_batch_axis(tf.type_spec_from_value(v)) for v in self._values))
         return self._spec
 
 
-def _open_batch_axis(spec: tf.TypeSpec) -> tf.TypeSpec:
+def open_batch_axis(spec: tf.TypeSpec) -> tf.TypeSpec:
     """``spec`` with an unknown leading axis."""
     shape = getattr(spec, "shape", None)
     if shape is None or shape.rank in (None, 0):

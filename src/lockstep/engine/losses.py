@@ -27,7 +27,7 @@ def install() -> None:
             return original(per_example_loss, sample_weight, global_batch_size)
         if global_batch_size is not None or (replica.active is None and replica.micro_batch is None):
             return replica.record_share(original(per_example_loss, sample_weight, global_batch_size))
-        size: Any = tf.shape(per_example_loss)[0]
+        size: Any = tf.maximum(tf.shape(per_example_loss)[0], 1)  # a replica in a thread may have no example
         mean = original(per_example_loss, sample_weight, global_batch_size=size)
         return replica.record_share(mean * tf.cast(replica.fraction, mean.dtype))
 

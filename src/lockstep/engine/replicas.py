@@ -87,19 +87,20 @@ def run(extended: Any, fn: Callable, args: Any, kwargs: Any, borrow: bool = Fals
         return _run_alone(strategy, fn, args, kwargs)
     if inside_compiled():
         xla.refuse_around(fn, replicas)
-    weights = weights_of((args, kwargs), replicas)
+    weights = weights_of((args, kwargs), replicas, borrow)
+    in_threads = tf.executing_eagerly() or may_record_gradients()
     own = (args, kwargs)
-    if weights is not None:
+    if weights is not None and (borrow or not in_threads):
         args, kwargs = with_borrowed_rows(own, weights, replicas)
     in_thread = (args, kwargs) if borrow else own
-    if tf.executing_eagerly() or may_record_gradients():
+    if in_threads:
         if compiled and not tf.executing_eagerly():
             xla.warn_not_compiled(extended, fn, xla.HAS_TAPE_AROUND)
         return _run_threads(extended, fn, *in_thread, weights)
 
     def finish(trace: Trace) -> None:
         if weights is not None and not borrow:
-            trace.outputs = without_borrowed_rows(trace, (args, kwargs))
+            trace.outputs = without_borrowed_rows(trace)
         variables.make_equal_in_trace(trace)
 
     try:

@@ -149,6 +149,11 @@ def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:
     handle_data_util.copy_handle_data(source, target)
 
 
+def update_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Gives an op of a graph that is being built another input."""
+    op._update_input(index, tensor)
+
+
 def mark_read_only_inputs(op: tf.Operation, graph: Any) -> None:
     """Lets automatic control dependencies know which resource inputs the called ``graph`` only reads."""
     indices = auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph)

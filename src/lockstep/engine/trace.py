@@ -16,9 +16,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine import xla
+from lockstep.engine import feed, repeats, xla
 from lockstep.engine.context import FallBack, NeedsInlining, TracedContext, Written
 from lockstep.engine.nested import Inlining
+from lockstep.engine.origins import Origins
 from lockstep.engine.shards import ShardLayout
 from lockstep.engine.tf_private import (
     BranchGraph,
@@ -101,11 +102,19 @@ class Trace:
     fraction: Any = None
     active: Any = None
     arguments: list[tuple[int, tf.Tensor]] = field(default_factory=list)
+    # Names of the arguments that belong to the slice, and of those that are one value for all replicas.
+    batch: set[str] = field(default_factory=set)
+    common: set[str] = field(default_factory=set)
+    # See `repeats`: the position of an argument, or None for the replica's id, and the placeholder.
+    repeated: list[tuple[int | None, tf.Tensor]] = field(default_factory=list)
     marks_in: dict[Any, list[Mark]] = field(default_factory=lambda: defaultdict(list))
     written: Written = field(default_factory=dict)
     outputs: Any = None
     flat_outputs: list[Any] = field(default_factory=list)
     must_run: list[tf.Operation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.origins = Origins(self)
 
     def visible(self, placeholder: tf.Tensor) -> tf.Tensor:
         """``placeholder`` for use in the current graph; signals where it cannot be used there."""
@@ -126,6 +135,10 @@ class Trace:
         """Whether replicas can meet in ``graph``: the traced function itself, or a tf.cond's branch (but no loop) in it."""
         return self._is_within(graph, lambda g: isinstance(g, BranchGraph))
 
+    def holds(self, graph: Any) -> bool:
+        """Whether ``graph`` is the traced function's, or inside of it, in whatever way."""
+        return self._is_within(graph, lambda g: True)
+
     def _is_within(self, graph: Any, may_be_between: Callable[[Any], bool]) -> bool:
         """Whether ``graph`` is the traced function's, or inside of it with only such graphs between."""
         while graph is not self.graph:
@@ -138,7 +151,7 @@ class Trace:
     def region(self) -> Region:
         """The whole function."""
         captured = [inner for _, inner in self.graph.captures]
-        own = [self.replica_id, self.fraction, self.active, *(p for _, p in self.arguments), *captured]
+        own = [self.replica_id, self.fraction, self.active, *(p for _, p in [*self.arguments, *self.repeated]), *captured]
         outputs = [o for o in self.flat_outputs if is_graph_output(o)]
         return Region(self.graph, own, outputs, self.must_run, self._marks(self.graph))
 
@@ -283,14 +296,17 @@ class _Tracer:
     def trace(self, fn: Callable, args: Any, kwargs: Any) -> Trace:
         trace = self._trace
         structure, leaves = _merged_leaves(args, kwargs, trace.replicas)
+        batch = _batch_positions((args, kwargs))
         with trace.graph.as_default(), ControlDependencies() as control, tf.device(None):
             self._add_inputs()
-            flat = [self._argument(j, values) for j, values in enumerate(leaves)]
+            flat = [self._argument(j, values, j in batch) for j, values in enumerate(leaves)]
             args, kwargs = nest.pack_sequence_as(structure, flat, expand_composites=True)
             inlined = self._inlining.within(trace) if self._inlining else contextlib.nullcontext()
             with TracedContext(self._strategy, trace), inlined:
                 trace.outputs = nest.map_structure(_read, fn(*args, **kwargs))
                 self._finish(trace)
+                if trace.weighted:
+                    repeats.repeat_first(trace)
             trace.flat_outputs = [self._output(o, control) for o in nest.flatten(trace.outputs, expand_composites=True)]
         trace.must_run = list(control.ops_which_must_run)
         if trace.graph.deferred_external_captures:
@@ -303,7 +319,7 @@ class _Tracer:
         trace.fraction = tf.raw_ops.Placeholder(dtype=tf.float32, shape=[], name="fraction")
         trace.active = tf.raw_ops.Placeholder(dtype=tf.bool, shape=[], name="active")
 
-    def _argument(self, position: int, values: list[Any]) -> Any:
+    def _argument(self, position: int, values: list[Any], is_batch: bool) -> Any:
         first = values[0]
         if not is_graph_output(first):
             if any(v is not first and not _same(v, first) for v in values[1:]):
@@ -318,6 +334,10 @@ class _Tracer:
         if first.dtype in (tf.resource, tf.variant):
             copy_handle_data(first, placeholder)
         self._trace.arguments.append((position, placeholder))
+        if is_batch:
+            self._trace.batch.add(placeholder.name)
+        elif all(other is first for other in values):
+            self._trace.common.add(placeholder.name)
         return placeholder
 
     def _output(self, value: Any, control: Any) -> Any:
@@ -337,6 +357,18 @@ def _merged_leaves(args: Any, kwargs: Any, replicas: int) -> tuple[Any, list[lis
     flat = [nest.flatten(s, expand_composites=True) for s in selected]
     structure = nest.map_structure(_common_type, *selected)
     return structure, [list(leaf) for leaf in zip(*flat, strict=True)]
+
+
+def _batch_positions(arguments: Any) -> set[int]:
+    """The positions of the tensors that belong to the batch among one replica's flat arguments."""
+    positions: set[int] = set()
+    count = 0
+    for leaf in nest.flatten(arguments):
+        size = len(nest.flatten(select_replica(0, leaf), expand_composites=True))
+        if isinstance(leaf, feed.Slices):
+            positions.update(range(count, count + size))
+        count += size
+    return positions
 
 
 def _common_type(*leaves: Any) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from lockstep.engine.context import as_tensors, masked
+from lockstep.engine.borrowed import cut
+from lockstep.engine.context import as_tensors
+from lockstep.engine.exchange import add, check_gather, check_sum
 from lockstep.engine.tf_private import (
     CompositeTensor,
     DistributedValues,
@@ -40,22 +43,38 @@ def _reduce_one(extended: Any, op: ReduceOp, value: Any, destinations: Any) -> A
     if is_mirrored(value) and op == ReduceOp.MEAN:
         return value
     total = sum_or_mean(extended, op, _counted(extended, value), device_of(extended, destinations))
-    if isinstance(destinations, DistributedValues):
-        return Mirrored([total] * extended.replicas)
-    return total
+    return mirrored(extended, total) if isinstance(destinations, DistributedValues) else total
+
+
+def mirrored(extended: Any, value: Any) -> Any:
+    """``value`` on every replica, each its own tensor: one tensor on all of them would be taken for a value from outside."""
+    copies = []
+    for device in extended.devices:
+        with tf.device(device):
+            copies.append(nest.map_structure(tf.identity, value, expand_composites=True))
+    return Mirrored(copies)
 
 
 def _counted(extended: Any, value: Any) -> list[Any]:
-    """What each replica adds to a sum: its value, or zeros while it runs in a thread and has no example of its own.
+    """What each replica adds to a sum while it runs in a thread. A value from outside of the replicas counts once.
 
     Variables hold what earlier batches left, so they count whatever this batch holds.
     """
-    each = list(value.values) if isinstance(value, DistributedValues) else [value] * extended.replicas
-    each = [as_tensors(v) if isinstance(v, tf.IndexedSlices) else v for v in each]
+    if not isinstance(value, DistributedValues):
+        return [value]
+    if _is_one_value(value.values):
+        return [value.values[0]]
+    each = [as_tensors(v) if isinstance(v, tf.IndexedSlices) else v for v in value.values]
     weights = extended.thread_weights
     if weights is None or isinstance(value, DistributedVariable):
         return each
-    return [masked([v], active)[0] for v, active in zip(each, weights.active, strict=True)]
+    return [weights.own(replica, v) for replica, v in enumerate(each)]
+
+
+def _is_one_value(values: Sequence[Any]) -> bool:
+    """Whether all replicas made their rows of the same tensors from outside."""
+    first = values[0]
+    return isinstance(first, tf.IndexedSlices) and all(v.values is first.values and v.indices is first.indices for v in values)
 
 
 def _reduce_plain(extended: Any, op: ReduceOp, value: Any) -> Any:
@@ -78,12 +97,8 @@ def sum_or_mean(extended: Any, op: ReduceOp, values: list[Any], device: str) -> 
         rows, indices = extended.exchange.join_rows([(v.values, v.indices) for v in values], mean, 0)
         return tf.IndexedSlices(rows, indices, values[0].dense_shape)
     tensors = [tf.convert_to_tensor(v) for v in values]
-    with tf.device(device):
-        if tensors[0].dtype == tf.bool:
-            raise ValueError(
-                f"Boolean values cannot be summed. Received: dtype bool. Cast them first: tf.cast(x, tf.int32). {tensors[0]}"
-            )
-        total = tf.add_n(tensors) if len(tensors) > 1 else tf.identity(tensors[0])
+    with tf.control_dependencies(check_sum(tensors, mean)), tf.device(device):
+        total = add(tensors) if len(tensors) > 1 else tf.identity(tensors[0])
         return total / tf.cast(len(tensors), total.dtype) if mean else total
 
 
@@ -101,15 +116,15 @@ def batch_reduce_to(extended: Any, op: ReduceOp, pairs: Any) -> list[Any]:
     results: list[Any] = [None] * len(pairs)
     dense: list[int] = []
     for i, (value, destinations) in enumerate(pairs):
-        if isinstance(value, DistributedValues) and isinstance(value.values[0], tf.IndexedSlices):
+        if isinstance(value.values[0] if isinstance(value, DistributedValues) else value, tf.IndexedSlices):
             total = sum_or_mean(extended, op, _counted(extended, value), device_of(extended, destinations))
-            results[i] = Mirrored([total] * extended.replicas)
+            results[i] = mirrored(extended, total)
         else:
             dense.append(i)
     tensors = [[tf.convert_to_tensor(v) for v in _counted(extended, pairs[i][0])] for i in dense]
     totals = extended.exchange.reduce(tensors, [op == ReduceOp.MEAN] * len(dense))
     for i, total in zip(dense, totals, strict=True):
-        results[i] = Mirrored([total] * extended.replicas)
+        results[i] = mirrored(extended, total)
     return results
 
 
@@ -117,12 +132,17 @@ def gather(extended: Any, value: Any, destinations: Any, axis: int) -> Any:
     """Joins per-replica tensors along ``axis``, in replica order; lengths along the axis may differ."""
     if not isinstance(value, DistributedValues):
         return value
+    each = list(value.values)
+    weights = extended.thread_weights
+    if weights is not None and weights.borrowed and not isinstance(value, DistributedVariable):
+        each = [cut(tf.convert_to_tensor(v), active, axis) for v, active in zip(each, weights.active, strict=True)]
     with tf.device(device_of(extended, destinations)):
-        if isinstance(value.values[0], tf.SparseTensor):
-            return tf.sparse.concat(axis, list(value.values))
-        if isinstance(value.values[0], CompositeTensor):
-            return tf.concat(list(value.values), axis)
-        return tf.concat([tf.convert_to_tensor(v) for v in value.values], axis)
+        if isinstance(each[0], tf.SparseTensor):
+            return tf.sparse.concat(axis, each)
+        if not isinstance(each[0], CompositeTensor):
+            each = [tf.convert_to_tensor(v) for v in each]
+            axis = check_gather(each, axis)
+        return tf.concat(each, axis)
 
 
 def read(variable: Any) -> tf.Tensor:

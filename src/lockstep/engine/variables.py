@@ -22,7 +22,8 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engine import shards
-from lockstep.engine.context import FallBack, Replica, TracedContext, as_tensors, current, masked
+from lockstep.engine.borrowed import masked
+from lockstep.engine.context import FallBack, Replica, TracedContext, as_tensors, current
 from lockstep.engine.tf_private import (
     CopiedVariable,
     OnReadPolicy,
@@ -124,13 +125,16 @@ def _initial_value_of(first: tf.Variable) -> Any:
 class OnWrite(OnWritePolicy):
     """Writes keep the copies equal."""
 
+    def assign(self, var: Any, value: Any, **kwargs: Any) -> Any:
+        return super().assign(var, _own(var, value, lambda: _component(var).read_value()), **kwargs)
+
     def assign_add(self, var: Any, value: Any, **kwargs: Any) -> Any:
         _record_adding(var)
-        return super().assign_add(var, value, **kwargs)
+        return super().assign_add(var, _own(var, value), **kwargs)
 
     def assign_sub(self, var: Any, value: Any, **kwargs: Any) -> Any:
         _record_adding(var)
-        return super().assign_sub(var, value, **kwargs)
+        return super().assign_sub(var, _own(var, value), **kwargs)
 
     def _update_replica(self, var: Any, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         replica = current()
@@ -148,8 +152,10 @@ class OnWrite(OnWritePolicy):
         if isinstance(value, tf.IndexedSlices):
             value = as_tensors(value, var.dtype)
         context = tf.distribute.get_replica_context()
-        if isinstance(context, TracedContext):
-            value = value if isinstance(value, tf.IndexedSlices) else _tensor(value, var)
+        by_examples = var.aggregation == tf.VariableAggregation.MEAN and replica.active is not None
+        if isinstance(context, TracedContext) or by_examples:
+            if not isinstance(value, tf.IndexedSlices):
+                value = _tensor(value, var)
             return update_fn(component, _aggregated(context, replica, var.aggregation, value), **kwargs)
         return super()._update_replica(var, update_fn, value, **kwargs)
 
@@ -171,12 +177,25 @@ def _written_everywhere(var: Any, update_fn: Callable, value: Any, **kwargs: Any
     return [update_fn(component, value, **kwargs) for component in var.values][0]
 
 
+def _writes_locally(replica: Replica | None, var: Any) -> bool:
+    """Whether what ``replica`` writes to ``var`` is its own, to be made equal at the end of the step."""
+    if replica is None or var.aggregation != _NONE or _for_all_at_once():
+        return False
+    return not replica.writes_are_equal and not replica.writes_are_own
+
+
 def _record_adding(var: Any) -> None:
-    if _for_all_at_once():
-        return
     replica = current()
-    if replica is not None and var.aggregation == _NONE and not replica.writes_are_equal and not replica.writes_are_own:
+    if replica is not None and _writes_locally(replica, var):
         replica.record_write(var, added=True)
+
+
+def _own(var: Any, value: Any, otherwise: Callable[[], tf.Tensor] | None = None) -> Any:
+    """``value`` as a replica writes it to ``var``: without examples it does not write what it made of a borrowed row."""
+    replica = current()
+    if replica is None or replica.active is None or not _writes_locally(replica, var):
+        return value
+    return replica.own(_tensor(value, var), otherwise)
 
 
 class OnRead(OnReadPolicy):
@@ -214,13 +233,14 @@ def _if_active(value: Any, otherwise: Callable[[], tf.Tensor], var: Any) -> Any:
     return value if active is None else tf.where(active, _tensor(value, var), otherwise())
 
 
-def _aggregated(context: TracedContext, replica: Replica, aggregation: Any, value: Any) -> Any:
+def _aggregated(context: Any, replica: Replica, aggregation: Any, value: Any) -> Any:
     """``value`` as all replicas together write it."""
     if aggregation == _FIRST:
         return context.trace.mark_first(value)
-    if aggregation == tf.VariableAggregation.SUM or replica.active is None:
-        op = ReduceOp.SUM if aggregation == tf.VariableAggregation.SUM else ReduceOp.MEAN
-        return context.all_reduce(op, value)
+    if aggregation == tf.VariableAggregation.SUM:
+        return context.all_reduce(ReduceOp.SUM, value)
+    if replica.active is None:
+        return context.all_reduce(ReduceOp.MEAN, value)
     return context.all_reduce(ReduceOp.SUM, weighted(value, replica.fraction))
 
 

@@ -7,23 +7,50 @@ it contributes nothing to a sum, and it writes no state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from lockstep.engine import feed
-from lockstep.engine.context import masked
+from lockstep.engine.borrowed import cut, cut_rows, masked
+from lockstep.engine.context import current
 from lockstep.engine.feed import batch_size
-from lockstep.engine.tf_private import nest, select_replica
+from lockstep.engine.tf_private import CompositeTensor, DistributedVariable, nest
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Per replica: the fraction of the global batch (float32 scalars) and whether there is an example (bool scalars)."""
+    """What the replicas' slices weigh in the global batch.
+
+    Attributes:
+      fractions: per replica, the fraction of the global batch (a float32 scalar).
+      active: per replica, whether it has an example (a bool scalar).
+      borrowed: whether a replica without examples works on a borrowed row; else on an empty slice.
+    """
 
     fractions: list[Any]
     active: list[Any]
+    borrowed: bool = True
+
+    def own(self, replica: int, x: Any, otherwise: Callable[[], tf.Tensor] | None = None) -> Any:
+        """``x`` of a replica that runs in a thread, without what only a replica without examples would add to others'.
+
+        What it computed from a borrowed row is ``otherwise()`` (default zeros), whatever it is: that a tensor does not
+        depend on the batch shows in a trace alone. Of an empty slice sums are right as they are, and what is not finite (a
+        mean over no rows) is replaced. Rows that it borrowed are cut off.
+        """
+        active = self.active[replica]
+        if isinstance(x, tf.IndexedSlices):
+            return cut_rows(x, active) if self.borrowed else x
+        x = tf.convert_to_tensor(x)
+        if self.borrowed:
+            return masked([x], active)[0] if otherwise is None else tf.where(active, x, otherwise())
+        if not (x.dtype.is_floating or x.dtype.is_complex):
+            return x
+        finite = tf.math.is_finite(tf.math.real(x)) if x.dtype.is_complex else tf.math.is_finite(x)
+        return tf.where(active | finite, x, tf.zeros_like(x) if otherwise is None else otherwise())
 
 
 def find_slices(structure: Any) -> list[feed.Slices]:
@@ -31,12 +58,13 @@ def find_slices(structure: Any) -> list[feed.Slices]:
     return [leaf for leaf in nest.flatten(structure) if isinstance(leaf, feed.Slices)]
 
 
-def weights_of(args: Any, replicas: int) -> Weights | None:
+def weights_of(args: Any, replicas: int, borrowed: bool) -> Weights | None:
     """The weights of the batch among a replica function's arguments; None where all slices are known to be equal.
 
     Args:
       args: the structure passed to ``strategy.run``.
       replicas: N.
+      borrowed: as in `Weights`.
     """
     slices = find_slices(args)
     if not slices or replicas == 1:
@@ -49,6 +77,7 @@ def weights_of(args: Any, replicas: int) -> Weights | None:
     return Weights(
         fractions=[tf.cast(size, tf.float32) / tf.cast(total, tf.float32) for size in sizes],
         active=[size > 0 for size in sizes],
+        borrowed=borrowed,
     )
 
 
@@ -72,15 +101,16 @@ def with_borrowed_rows(args: Any, weights: Weights, replicas: int) -> Any:
             def borrowed() -> list:
                 return nest.flatten(feed.rows(first, 0, 1), expand_composites=True)
 
-            flat = tf.cond(weights.active[r], own, borrowed)
-            flat = flat if isinstance(flat, (list, tuple)) else [flat]
-            values.append(nest.pack_sequence_as(value, list(flat), expand_composites=True))
+            flat = tf.nest.flatten(tf.cond(weights.active[r], own, borrowed))
+            values.append(
+                nest.pack_sequence_as(feed.open_batch_axis(tf.type_spec_from_value(value)), flat, expand_composites=True)
+            )
         return feed.Slices(values)
 
     return nest.map_structure(borrow, args)
 
 
-def without_borrowed_rows(trace: Any, arguments: Any) -> Any:
+def without_borrowed_rows(trace: Any) -> Any:
     """A traced function's results as a replica without examples returns them: no rows, and zeros instead of sums over rows.
 
     Only what was computed from the borrowed rows is changed. State, and what has been exchanged, is as good there as
@@ -88,40 +118,21 @@ def without_borrowed_rows(trace: Any, arguments: Any) -> Any:
 
     Args:
       trace: a `Trace` whose function has just returned, in its graph.
-      arguments: the (args, kwargs) it was traced with.
     """
-    computed = _computed_from(trace, _batch_positions(arguments))
+
+    replica = current()
+    assert replica is not None
 
     def own(value: Any) -> Any:
-        if not isinstance(value, (tf.Tensor, tf.RaggedTensor)) or isinstance(value, tf.Variable):
+        if not isinstance(value, (tf.Tensor, CompositeTensor)) or isinstance(value, (tf.Variable, DistributedVariable)):
             return value
-        parts = [part for part in nest.flatten(value, expand_composites=True) if getattr(part, "graph", None) is trace.graph]
-        if not any(part.op.name in computed for part in parts):
+        parts = nest.flatten(value, expand_composites=True)
+        if not any(isinstance(part, tf.Tensor) and trace.origins.is_from_batch(part) for part in parts):
             return value
-        if value.shape.rank and value.shape[0] is None:
-            return value[: tf.where(trace.active, batch_size(value), 0)]
-        return value if isinstance(value, tf.RaggedTensor) or value.dtype == tf.string else masked([value], trace.active)[0]
+        if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+            return feed.rows(value, 0, tf.where(trace.active, batch_size(value), 0))
+        if isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] is None:
+            return cut(value, trace.active)
+        return replica.own(value) if isinstance(value, (tf.Tensor, tf.IndexedSlices)) else value
 
     return nest.map_structure(own, trace.outputs)
-
-
-def _batch_positions(arguments: Any) -> set[int]:
-    """The positions of the tensors that belong to the batch among one replica's flat arguments."""
-    positions: set[int] = set()
-    count = 0
-    for leaf in nest.flatten(arguments):
-        size = len(nest.flatten(select_replica(0, leaf), expand_composites=True))
-        if isinstance(leaf, feed.Slices):
-            positions.update(range(count, count + size))
-        count += size
-    return positions
-
-
-def _computed_from(trace: Any, positions: set[int]) -> set[str]:
-    """The names of the ops whose values come from the arguments at ``positions``, other than by way of an exchange."""
-    computed = {placeholder.op.name for position, placeholder in trace.arguments if position in positions}
-    exchanged = {name for mark in trace.region.marks for name in mark.ops}
-    for op in trace.graph.get_operations():
-        if op.name not in exchanged and any(x.op.name in computed for x in op.inputs):
-            computed.add(op.name)
-    return computed

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lockstep.engine.exchange.checks import check_gather, check_sum
 from lockstep.engine.shards import ShardLayout
 
 
@@ -41,7 +42,7 @@ class Exchange:
         sizes = [values[0].shape.num_elements() or 0 for values in tensors]
         reduced = []
         for values, owner, average in zip(tensors, self.owners(sizes), mean, strict=True):
-            with tf.device(self.devices[owner]):
+            with tf.control_dependencies(check_sum(values, average)), tf.device(self.devices[owner]):
                 total = add(values)
                 reduced.append(total / tf.cast(len(values), total.dtype) if average else total)
         return reduced
@@ -61,6 +62,18 @@ class Exchange:
             with tf.device(self.devices[owner]):
                 joined.append(layout.join(values))
         return joined
+
+    def gather(self, values: Sequence[tf.Tensor], axis: Any, position: int) -> tf.Tensor:
+        """Joins per-replica tensors along ``axis``, in replica order; lengths along the axis may differ.
+
+        Args:
+          values: a tensor of each replica.
+          axis: the axis, a Python integer.
+          position: the number of this exchange, which spreads exchanges over the devices.
+        """
+        axis = check_gather(values, axis)
+        with tf.device(self.devices[position % len(self.devices)]):
+            return tf.concat(list(values), axis)
 
     def join_rows(self, slices: Sequence[Sequence[tf.Tensor]], mean: bool, position: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Sums sparse gradients by joining their rows: per replica (values, indices) -> all values, all indices."""

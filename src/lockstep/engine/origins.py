@@ -1,0 +1,140 @@
+"""Which tensors of a trace were computed from the replica's slice of the batch, and which come from outside of it.
+
+A replica without examples computes on a borrowed row, and what it makes of that row must not reach the others: not as a row,
+not as a term of a sum, not as state. What does not depend on the batch is as good on that replica as on any other. A trace is
+a graph, so the question is answered by looking at what a tensor was computed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from lockstep.engine.trace import Trace
+
+# Ops that are linear in what they are given; of a product one factor must not come from the batch.
+_SUMS: dict[str, Callable] = {
+    "AddV2": lambda a, b: a + b,
+    "AddN": lambda *terms: tf.add_n(terms),
+    "Sub": lambda a, b: a - b,
+    "Neg": lambda a: -a,
+    "Identity": tf.identity,
+}
+_PRODUCTS: dict[str, Callable] = {"Mul": lambda a, b: a * b, "RealDiv": lambda a, b: a / b}
+# A sum of more terms inside of each other than this is taken whole.
+_DEPTH = 32
+
+
+class Flow:
+    """Where in a trace the values of some of its placeholders go, other than by way of an exchange. It follows as that grows.
+
+    Args:
+      trace: the trace.
+      sources: the names of the placeholders' tensors; may grow until they are used.
+    """
+
+    def __init__(self, trace: Trace, sources: set[str]):
+        self._trace, self._sources = trace, sources
+        self._walked: dict[Any, int] = {}
+        self._names: dict[Any, set[str]] = {}
+
+    def reaches(self, x: Any) -> bool:
+        """Whether the tensor ``x`` was computed from one of the sources."""
+        return not _is_eager(x) and self._trace.holds(x.graph) and x.name in self._reached(x.graph)
+
+    def _reached(self, graph: Any) -> set[str]:
+        """The names of the tensors in ``graph`` that are computed from the sources."""
+        names = self._names.setdefault(graph, set())
+        ops = graph.get_operations()
+        start = self._walked.get(graph, 0)
+        if start < len(ops):
+            self._walked[graph] = len(ops)
+            exchanged = {name for mark in self._trace.marks_in[graph] for name in mark.ops}
+            captured = {inner.name: outer for outer, inner in graph.captures}
+            for op in ops[start:]:
+                if op.name not in exchanged:
+                    names.update(output.name for output in self._outputs_reached(op, graph, names, captured))
+        return names
+
+    def _outputs_reached(self, op: tf.Operation, graph: Any, names: set[str], captured: dict[str, Any]) -> list[tf.Tensor]:
+        outputs = list(op.outputs)
+        if not outputs:
+            return []
+        if op.type == "Placeholder":
+            name = outputs[0].name
+            if graph is self._trace.graph:
+                return outputs if name in self._sources else []
+            # What is not captured is a loop's variable or the argument of a nested function: it may come from anywhere.
+            return outputs if name not in captured or self.reaches(captured[name]) else []
+        inputs = [x.name in names for x in op.inputs]
+        if op.type == "IdentityN":
+            return [y for x, y in zip(inputs, outputs, strict=True) if x]
+        if hasattr(op, "_true_graph") and not inputs[0]:
+            ways = list(zip(op._true_graph.outputs, op._false_graph.outputs, strict=True))
+            return [y for y, way in zip(outputs, ways, strict=True) if any(map(self.reaches, way))]
+        return outputs if any(inputs) else []
+
+
+class Origins:
+    """What the tensors of one trace come from."""
+
+    def __init__(self, trace: Trace):
+        self._trace = trace
+        self.is_from_batch = Flow(trace, trace.batch).reaches
+
+    def is_outside(self, x: Any) -> bool:
+        """Whether ``x`` is one value for all replicas: made outside of the replica function, and handed to all of them."""
+        if isinstance(x, tf.IndexedSlices):
+            return self.is_outside(x.values) and self.is_outside(x.indices)
+        if not isinstance(x, tf.Tensor):
+            return False
+        if _is_eager(x) or not self._trace.holds(x.graph):
+            return True
+        if x.graph is self._trace.graph and x.name in self._trace.common:
+            return True
+        return any(inner is x and self.is_outside(outer) for outer, inner in x.graph.captures)
+
+    def split(self, x: tf.Tensor) -> tuple[list[tf.Tensor], Callable[[Sequence[tf.Tensor]], tf.Tensor]]:
+        """The parts of ``x`` that come from the batch, and what makes ``x`` of them again, or of others in their place.
+
+        A gradient may be the sum of one that comes from the batch and one (of a regularizer, say) that does not.
+        """
+        parts: dict[str, tf.Tensor] = {}
+        self._collect(x, parts)
+        names = list(parts)
+        return list(parts.values()), lambda others: self._rebuilt(x, dict(zip(names, others, strict=True)))
+
+    def _collect(self, x: tf.Tensor, parts: dict[str, tf.Tensor]) -> None:
+        if not self.is_from_batch(x):
+            return
+        if self._is_mixed(x):
+            for term in x.op.inputs:
+                self._collect(term, parts)
+        else:
+            parts[x.name] = x
+
+    def _rebuilt(self, x: tf.Tensor, parts: dict[str, tf.Tensor]) -> tf.Tensor:
+        if x.name in parts:
+            return parts[x.name]
+        if not self.is_from_batch(x):
+            return x
+        return {**_SUMS, **_PRODUCTS}[x.op.type](*(self._rebuilt(term, parts) for term in x.op.inputs))
+
+    def _is_mixed(self, x: tf.Tensor, depth: int = 0) -> bool:
+        """Whether ``x`` is a sum of terms of its own shape, of which some come from the batch and some do not."""
+        if depth == _DEPTH or not self.is_from_batch(x) or not x.shape.is_fully_defined() or not x.dtype.is_floating:
+            return False  # whole numbers may have been computed from shapes
+        factors = 1 if x.op.type in _PRODUCTS else len(x.op.inputs)
+        if x.op.type not in _SUMS and (x.op.type not in _PRODUCTS or self.is_from_batch(x.op.inputs[1])):
+            return False
+        terms = list(x.op.inputs)[:factors]
+        if any(term.shape != x.shape for term in terms):
+            return False
+        return any(not self.is_from_batch(term) or self._is_mixed(term, depth + 1) for term in terms)
+
+
+def _is_eager(x: Any) -> bool:
+    return isinstance(x, tf.__internal__.EagerTensor)
