@@ -12,6 +12,7 @@ __all__ = [
     "ExchangeError",
     "LockstepError",
     "RecipeError",
+    "ReplicaContextError",
     "StrategyMismatchError",
     "TooLateError",
     "UnsupportedError",
@@ -46,6 +47,10 @@ class ExchangeError(LockstepError, ValueError):
 
 class StrategyMismatchError(LockstepError, ValueError, RuntimeError):
     """A variable, model or scope belongs to another strategy."""
+
+
+class ReplicaContextError(LockstepError, RuntimeError):
+    """A call that looks at all replicas from outside was made in one of them."""
 
 
 class UnsupportedError(LockstepError, NotImplementedError):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from lockstep.engine import captured_values, feed, keras_private, losses
 from lockstep.engine import devices as devices_
-from lockstep.engine import feed, keras_private, losses
 from lockstep.engine import update as update_
 from lockstep.engine.accumulate import accumulate, check_count
 from lockstep.engine.extended import Extended, Options
@@ -17,7 +18,25 @@ from lockstep.engine.replicas import StepFunction
 from lockstep.engine.tf_private import DistributedValues, nest
 from lockstep.engine.weights import find_slices
 from lockstep.engine.xla import described
-from lockstep.errors import StrategyMismatchError
+from lockstep.errors import ReplicaContextError, StrategyMismatchError
+
+# What a first strategy sets up (seams, devices, threads of TensorFlow) is set up once, also where two threads make one each.
+_constructing = threading.Lock()
+
+
+# What to do in a replica instead.
+_IN_A_REPLICA = {
+    "scope": "Leave it out: a variable that a replica function makes has a copy on every replica as it is.",
+    "run": "Call the function itself: it then runs on this replica, as it does on all others.",
+    "reduce": "Use tf.distribute.get_replica_context().all_reduce(op, value), or reduce what strategy.run returns.",
+    "gather": "Use tf.distribute.get_replica_context().all_gather(value, axis), or gather what strategy.run returns.",
+}
+
+
+class _Here(threading.local):
+    """Per thread: how deep inside of a strategy's own code, which may run what the user would be warned about."""
+
+    depth = 0
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):
@@ -83,13 +102,15 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         options = Options(
             check_finite, sync_batch_norm, _exchange_dtype(exchange_dtype), check_count(micro_batches), update_.choice(update)
         )
-        keras_private.install()
-        losses.install()
-        names = devices_.resolve(devices, replicas, logical_replicas)
+        with _constructing:
+            keras_private.install()
+            losses.install()
+            captured_values.install()
+            names = devices_.resolve(devices, replicas, logical_replicas)
         # Not MirroredStrategy's own constructor, which would build TensorFlow's engine.
         tf.distribute.Strategy.__init__(self, Extended(self, names, cross_device_ops, options))
         self._warned_undistributed = False
-        self._inside_library = 0
+        self._inside_library = _Here()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MirroredStrategy:
         """Devices are not copied: a copied strategy is the same strategy."""
@@ -101,7 +122,9 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
 
         Raises:
           StrategyMismatchError: entered inside the scope of another strategy.
+          ReplicaContextError: called in a replica function.
         """
+        self._refuse_in_replica("scope")
         if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not self:
             raise StrategyMismatchError(
                 "Two strategies cannot be in scope at once. "
@@ -121,7 +144,11 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
 
         Returns:
           Per-replica values of what ``fn`` returned.
+
+        Raises:
+          ReplicaContextError: called in a replica function.
         """
+        self._refuse_in_replica("run")
         if not isinstance(fn, StepFunction):
             self._warn_if_undistributed(fn, (args, kwargs or {}))
             return super().run(fn, args=args, kwargs=kwargs, options=options)
@@ -199,15 +226,36 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
 
         Returns:
           A tensor of the value's shape, without ``axis``.
+
+        Raises:
+          ReplicaContextError: called in a replica function.
         """
-        self._inside_library += 1
+        self._refuse_in_replica("reduce")
+        self._inside_library.depth += 1
         try:
             return super().reduce(reduce_op, value, axis)
         finally:
-            self._inside_library -= 1
+            self._inside_library.depth -= 1
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Joins per-replica values along ``axis``, in the order of the replicas; see ``tf.distribute.Strategy.gather``.
+
+        Raises:
+          ReplicaContextError: called in a replica function.
+        """
+        self._refuse_in_replica("gather")
+        return super().gather(value, axis)
+
+    def _refuse_in_replica(self, method: str) -> None:
+        context = tf.distribute.get_replica_context()
+        if context is not None and context.strategy is self:
+            raise ReplicaContextError(
+                f"strategy.{method} requires being in cross-replica context, outside of the replicas. Received: "
+                f"strategy.{method}() in a replica function. {_IN_A_REPLICA[method]}"
+            )
 
     def _warn_if_undistributed(self, fn: Callable, arguments: Any) -> None:
-        if self.num_replicas_in_sync == 1 or self._warned_undistributed or self._inside_library:
+        if self.num_replicas_in_sync == 1 or self._warned_undistributed or self._inside_library.depth:
             return
         leaves = nest.flatten(arguments)
         if any(isinstance(leaf, DistributedValues) for leaf in leaves):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,6 +14,8 @@ from lockstep.engine.trace import Trace
 from lockstep.engine.variables import variable_of
 from lockstep.errors import StrategyMismatchError
 
+# What TensorFlow says where one strategy's variable is used under another.
+_MIXED = re.compile(r"Mixing different tf\.distribute\.Strategy objects: (<.*?>) is not (<.*?>)")
 _WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
 
 
@@ -28,12 +32,17 @@ def check(trace: Trace, strategy: tf.distribute.Strategy) -> None:
         variable = variable_of(outer)
         if variable is None:
             plain[inner.op.name] = inner
-        elif variable.distribute_strategy is not strategy:
-            what = f"{variable.name!r}, made in the scope of {variable.distribute_strategy!r}"
-            raise StrategyMismatchError(_foreign(strategy, what))
+        elif getattr(variable, "distribute_strategy", None) is not strategy:
+            raise StrategyMismatchError(_foreign(strategy, _described(variable)))
     for op in trace.graph.get_operations():
         if any(handle.op.name in plain for handle in _written_handles(op)):
             raise StrategyMismatchError(_written(op, strategy.num_replicas_in_sync))
+
+
+def _described(variable: Any) -> str:
+    owner = getattr(variable, "distribute_strategy", None)
+    made = f"made in the scope of {owner!r}" if owner is not None else f"a {type(variable).__name__}"
+    return f"{variable.name!r}, {made}"
 
 
 def _written_handles(op: tf.Operation) -> list[tf.Tensor]:
@@ -49,9 +58,11 @@ def mismatch_explained(strategy: tf.distribute.Strategy) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "Mixing different tf.distribute.Strategy" not in str(error) or isinstance(error, StrategyMismatchError):
+        mixed = _MIXED.search(str(error))
+        if mixed is None or isinstance(error, StrategyMismatchError):
             raise
-        raise StrategyMismatchError(_foreign(strategy, str(error).strip())) from error
+        owner = next((name for name in mixed.groups() if name != repr(strategy)), "another strategy")
+        raise StrategyMismatchError(_foreign(strategy, f"a variable made in the scope of {owner}")) from error
 
 
 def _foreign(strategy: tf.distribute.Strategy, what: str) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine import datasets, replicas, values, variables
-from lockstep.engine.context import SoleContext, ThreadReplica, TracedContext, TracedReplica, Written, current
+from lockstep.engine import datasets, replicas, session_graphs, values, variables
+from lockstep.engine.context import SoleContext, ThreadReplica, TracedContext, TracedReplica, current
 from lockstep.engine.exchange import choose
 from lockstep.engine.shards import ShardLayout
 from lockstep.engine.tf_private import (
@@ -42,6 +42,18 @@ class Options:
     update: str = "auto"
 
 
+class _Here(threading.local):
+    """What goes on under a strategy in one thread of Python; another thread may run something else meanwhile."""
+
+    def __init__(self) -> None:
+        # How runs are to be made (`replicas.run`).
+        self.options: dict[str, bool] = {}
+        # The replicas of which this thread is one, or which this thread waits for (and merges what they hand in).
+        self.thread_run: replicas.ThreadRun | None = None
+        # How the variable being made is cut, and which variable it belongs to.
+        self.next_is_sharded: tuple[ShardLayout, Any] | None = None
+
+
 class Extended(StrategyExtended):
     """The engine behind `lockstep.MirroredStrategy`."""
 
@@ -63,8 +75,9 @@ class Extended(StrategyExtended):
         # What users have been told already, where once is enough.
         self.notices: set[str] = set()
         self._default_device = None
-        self._runs = threading.local()
-        self._thread_runs: list[tuple[Weights | None, Written]] = []
+        # Replica functions that are a tf.function, as they are called with the replicas inside.
+        self.clones = replicas.Clones(self)
+        self._here = _Here()
 
     @property
     def container(self) -> Any:
@@ -121,18 +134,19 @@ class Extended(StrategyExtended):
     @contextlib.contextmanager
     def sharded(self, layout: ShardLayout, whose: Any) -> Iterator[None]:
         """The variable made in this block and thread is one of which each replica holds a shard (`shards`)."""
-        self._runs.next_is_sharded = layout, whose
+        before, self._here.next_is_sharded = self._here.next_is_sharded, (layout, whose)
         try:
             yield
         finally:
-            self._runs.next_is_sharded = None
+            self._here.next_is_sharded = before
 
     @property
     def next_is_sharded(self) -> tuple[ShardLayout, Any] | None:
         """How the variable being made is cut, and which variable it belongs to; None for a mirrored one."""
-        return getattr(self._runs, "next_is_sharded", None)
+        return self._here.next_is_sharded
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        session_graphs.refuse("a variable made in a strategy's scope")
         return variables.create(self, next_creator, **kwargs)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
@@ -145,6 +159,7 @@ class Extended(StrategyExtended):
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         del options
+        session_graphs.refuse("experimental_distribute_dataset")
         return datasets.distribute(dataset, self.replicas)
 
     def _experimental_make_numpy_dataset(self, numpy_input: Any, session: Any) -> tf.data.Dataset:
@@ -153,6 +168,7 @@ class Extended(StrategyExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
         del options
+        session_graphs.refuse("distribute_datasets_from_function")
         return datasets.from_function(dataset_fn, self.replicas)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
@@ -218,34 +234,37 @@ class Extended(StrategyExtended):
     @contextlib.contextmanager
     def run_options(self, **options: bool) -> Iterator[None]:
         """How the runs started in this block and thread are to be made (`replicas.run`)."""
-        before = getattr(self._runs, "options", {})
-        self._runs.options = {**before, **options}
+        before, self._here.options = self._here.options, {**self._here.options, **options}
         try:
             yield
         finally:
-            self._runs.options = before
+            self._here.options = before
 
     def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
-        return replicas.run(self, fn, args, kwargs or {}, **getattr(self._runs, "options", {}))
+        session_graphs.refuse("strategy.run")
+        # They are this run's, and not those of one that a merge_call inside of it may start.
+        options, self._here.options = self._here.options, {}
+        try:
+            return replicas.run(self, fn, args, kwargs or {}, **options)
+        finally:
+            self._here.options = options
 
     @contextlib.contextmanager
-    def thread_run(self, weights: Weights | None) -> Iterator[Written]:
-        """For the time that replicas run in threads: their weights, and the variables that they write."""
-        written: Written = {}
-        self._thread_runs.append((weights, written))
+    def in_thread_run(self, run: replicas.ThreadRun) -> Iterator[None]:
+        """In this block and thread, ``run`` is what goes on: for the thread that starts it, and in each of its replicas."""
+        before, self._here.thread_run = self._here.thread_run, run
         try:
-            yield written
+            yield
         finally:
-            self._thread_runs.pop()
+            self._here.thread_run = before
 
     @property
     def thread_weights(self) -> Weights | None:
         """The weights of the batch that replicas in threads are working on; None where all are equal."""
-        return self._thread_runs[-1][0] if self._thread_runs else None
+        run = self._here.thread_run
+        return run.weights if run is not None else None
 
     def thread_replica(self, replica: int) -> ThreadReplica | None:
         """The engine's view of a replica that runs in a thread; None where none does."""
-        if not self._thread_runs:
-            return None
-        weights, written = self._thread_runs[-1]
-        return ThreadReplica(self.replicas, replica, weights, written)
+        run = self._here.thread_run
+        return None if run is None else ThreadReplica(self.replicas, replica, run.weights, run.written)

@@ -8,8 +8,10 @@ meet in it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.context import NeedsInlining
@@ -17,6 +19,38 @@ from lockstep.engine.tf_private import Function, clone_function, converted, defa
 
 if TYPE_CHECKING:
     from lockstep.engine.trace import Trace
+
+
+# How a nested function is called in the trace that this thread is making: (function, args, kwargs) -> result.
+_Call = Callable[[Any, tuple, dict], Any]
+
+
+class _Here(threading.local):
+    call: _Call | None = None
+
+
+_here = _Here()
+
+
+@functools.cache
+def _original_call() -> Callable:
+    """TensorFlow's call of a tf.function, after putting ours in front of it, for good.
+
+    Ours differs only in a thread that is making a trace. (Put in place and taken away by each trace, it would be met by
+    other threads, and two traces that overlap would leave it behind.)
+    """
+    original = Function.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inlined = _here.call
+        return original(self, *args, **kwargs) if inlined is None else inlined(self, args, kwargs)
+
+    Function.__call__ = call
+    return original
+
+
+_installing = threading.Lock()
 
 
 class Inlining:
@@ -35,11 +69,12 @@ class Inlining:
 
     @contextlib.contextmanager
     def within(self, trace: Trace) -> Iterator[None]:
-        """While ``trace`` is made."""
-        call = Function.__call__
+        """While ``trace`` is made, in this thread."""
+        with _installing:
+            call = _original_call()
         clones: dict[Any, Any] = {}
 
-        def call_compiled(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def call_compiled(function: Any, args: tuple, kwargs: dict) -> Any:
             # A clone, for this trace alone: it may capture what only exists here, such as the replica's weight.
             if function not in clones:
                 clones[function] = clone_function(function, function.python_function, jit_compile=True)
@@ -52,19 +87,19 @@ class Inlining:
             finally:
                 trace.in_own_function = before
 
-        def inlined_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def inlined_call(function: Any, args: tuple, kwargs: dict) -> Any:
             if not trace.belongs(default_graph()):
                 return call(function, *args, **kwargs)
             if function._jit_compile and not self._all_compiled and function not in self.opened:
-                return call_compiled(function, *args, **kwargs)
+                return call_compiled(function, args, kwargs)
             with ops.name_scope(_scope_of(function)):
                 return converted(function.python_function)(*args, **kwargs)
 
-        Function.__call__ = inlined_call
+        before, _here.call = _here.call, inlined_call
         try:
             yield
         finally:
-            Function.__call__ = call
+            _here.call = before
 
 
 def _scope_of(function: Any) -> str:

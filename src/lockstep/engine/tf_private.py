@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lockstep.errors import UnsupportedVersionError
+from lockstep.errors import StrategyMismatchError, UnsupportedVersionError
 
 SUPPORTED = ("2.20", "2.21")
 
@@ -327,6 +327,16 @@ class MirroredVariable(DistributedVariable):
             return super()._get()
         with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
             return super()._get()
+
+    def _get_replica(self, replica_id: int) -> Any:
+        if replica_id < len(self._values):
+            return super()._get_replica(replica_id)
+        raise StrategyMismatchError(
+            "A replica function can only use variables of its own strategy. "
+            f"Received: in replica {replica_id}, {self.name!r}, which has {len(self._values)} copies, for it was made in the "
+            f"scope of {self._distribute_strategy!r}. "
+            "Make the model, optimizer and metrics in the scope of the strategy that trains them."
+        )
 
     # What a tf.Variable can be turned into, outside of a graph.
 

@@ -385,6 +385,8 @@ def _common_type(*leaves: Any) -> Any:
 
 def _read(output: Any) -> Any:
     """A Keras variable that is returned (by a metric's result(), say) is returned as its value, as a tf.function would."""
+    if isinstance(output, tf.TensorArray):
+        raise FallBack  # Its parts are tensors that only the graph it was made in can read.
     if isinstance(output, (tf.Tensor, CompositeTensor)) or not is_graph_output(output):
         return output
     return tf.convert_to_tensor(output)

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.engine.borrowed import cut
-from lockstep.engine.exchange import add, check_gather, check_sum
+from lockstep.engine.exchange import add, as_tensors, check_gather, check_sum
 from lockstep.engine.tf_private import (
     CompositeTensor,
     DistributedValues,
@@ -63,10 +63,11 @@ def _counted(extended: Any, value: Any) -> list[Any]:
         return [value]
     if _is_one_value(value.values):
         return [value.values[0]]
+    each = [as_tensors(v) if isinstance(v, tf.IndexedSlices) else v for v in value.values]
     weights = extended.thread_weights
     if weights is None or isinstance(value, DistributedVariable):
-        return list(value.values)
-    return [weights.own(replica, v) for replica, v in enumerate(value.values)]
+        return each
+    return [weights.own(replica, v) for replica, v in enumerate(each)]
 
 
 def _is_one_value(values: Sequence[Any]) -> bool:

@@ -24,12 +24,14 @@ import tensorflow as tf
 from lockstep.engine import shards
 from lockstep.engine.borrowed import masked
 from lockstep.engine.context import FallBack, Replica, TracedContext, current
+from lockstep.engine.exchange import as_tensors
 from lockstep.engine.tf_private import (
     CopiedVariable,
     OnReadPolicy,
     OnWritePolicy,
     ReduceOp,
     create_mirrored_variable,
+    is_mirrored,
     plain_variable,
     quiet_device_copies,
 )
@@ -42,7 +44,7 @@ def create(extended: Any, next_creator: Callable, **kwargs: Any) -> Any:
     """A variable with a component on every replica's device, all starting from replica 0's initial value."""
     kwargs.pop("colocate_with", None)
     context = tf.distribute.get_replica_context()
-    if isinstance(context, TracedContext):
+    if isinstance(context, TracedContext) and not tf.executing_eagerly():
         return _create_around(context.trace, extended, next_creator, kwargs)
     return _create(extended, next_creator, kwargs)
 
@@ -94,6 +96,7 @@ def _create_around(trace: Any, extended: Any, next_creator: Callable, kwargs: di
     """A variable that a traced step makes: it gets its first value in the graph around the step, before the step runs.
 
     In the trace, which stands for every replica, each replica would initialise all N copies, while others write theirs.
+    (Made under ``tf.init_scope``, a variable exists at once instead, as any other.)
     """
     initial = kwargs["initial_value"]
     if tf.is_tensor(initial):
@@ -138,6 +141,8 @@ class OnWrite(OnWritePolicy):
         replica = current()
         if replica is None:
             return super()._update_replica(var, update_fn, value, **kwargs)
+        if _for_all_at_once():
+            return _written_everywhere(var, update_fn, value, **kwargs)
         component = var._get_on_device_or_primary()
         if replica.writes_are_equal or replica.replicas == 1:
             return update_fn(component, value, **kwargs)
@@ -145,6 +150,8 @@ class OnWrite(OnWritePolicy):
             if not replica.writes_are_own:
                 replica.record_write(var)
             return update_fn(component, value, **kwargs)
+        if isinstance(value, tf.IndexedSlices):
+            value = as_tensors(value, var.dtype)
         context = tf.distribute.get_replica_context()
         by_examples = var.aggregation == tf.VariableAggregation.MEAN and replica.active is not None
         if isinstance(context, TracedContext) or by_examples:
@@ -154,9 +161,28 @@ class OnWrite(OnWritePolicy):
         return super()._update_replica(var, update_fn, value, **kwargs)
 
 
+def _for_all_at_once() -> bool:
+    """Whether what is done here is done while a trace is made, for every replica (under ``tf.init_scope``)."""
+    return tf.executing_eagerly() and isinstance(tf.distribute.get_replica_context(), TracedContext)
+
+
+def _written_everywhere(var: Any, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+    """All copies written at once, with what N replicas that write the same ``value`` make of it."""
+    count = len(var.values)
+    if var.aggregation == tf.VariableAggregation.SUM and is_mirrored(var):
+        if isinstance(value, tf.IndexedSlices):
+            value = as_tensors(value, var.dtype)
+            value = tf.IndexedSlices(count * value.values, value.indices, value.dense_shape)
+        else:
+            value = count * _tensor(value, var)
+    return [update_fn(component, value, **kwargs) for component in var.values][0]
+
+
 def _writes_locally(replica: Replica | None, var: Any) -> bool:
     """Whether what ``replica`` writes to ``var`` is its own, to be made equal at the end of the step."""
-    return replica is not None and var.aggregation == _NONE and not replica.writes_are_equal and not replica.writes_are_own
+    if replica is None or var.aggregation != _NONE or _for_all_at_once():
+        return False
+    return not replica.writes_are_equal and not replica.writes_are_own
 
 
 def _record_adding(var: Any) -> None:
@@ -185,6 +211,11 @@ class OnRead(OnReadPolicy):
     def assign_sub(self, var: Any, value: Any, **kwargs: Any) -> Any:
         return super().assign_sub(var, _if_active(value, lambda: tf.zeros_like(_tensor(value, var)), var), **kwargs)
 
+    def _update_replica(self, var: Any, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        if _for_all_at_once():
+            return _written_everywhere(var, update_fn, value, **kwargs)
+        return super()._update_replica(var, update_fn, value, **kwargs)
+
 
 def _component(var: Any) -> Any:
     return var._get_on_device_or_primary()
@@ -196,6 +227,8 @@ def _tensor(value: Any, var: Any) -> tf.Tensor:
 
 def _if_active(value: Any, otherwise: Callable[[], tf.Tensor], var: Any) -> Any:
     """``value``, or ``otherwise()`` on a replica without examples."""
+    if _for_all_at_once():
+        return value
     replica = current()
     active = replica.active if replica is not None else None
     return value if active is None else tf.where(active, _tensor(value, var), otherwise())

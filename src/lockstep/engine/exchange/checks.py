@@ -109,7 +109,7 @@ def as_value(value: Any) -> Any:
     """What a replica hands in, as a tensor or as IndexedSlices of tensors."""
     if not isinstance(value, tf.IndexedSlices):
         return as_dense(value)
-    return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices), value.dense_shape)
+    return as_tensors(value)
 
 
 def as_dense(value: Any) -> tf.Tensor:
@@ -121,3 +121,9 @@ def as_dense(value: Any) -> tf.Tensor:
             "Exchange its values, or return it from the replica function and use strategy.gather."
         )
     return tf.convert_to_tensor(value)
+
+
+def as_tensors(slices: tf.IndexedSlices, dtype: Any = None) -> tf.IndexedSlices:
+    """``slices`` made of tensors; a user may have made them of lists or arrays."""
+    shape = None if slices.dense_shape is None else tf.convert_to_tensor(slices.dense_shape)
+    return tf.IndexedSlices(tf.convert_to_tensor(slices.values, dtype), tf.convert_to_tensor(slices.indices), shape)
