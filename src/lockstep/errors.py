@@ -10,6 +10,7 @@ __all__ = [
     "BatchError",
     "DeviceError",
     "LockstepError",
+    "OptionError",
     "RecipeError",
     "StrategyMismatchError",
     "TooLateError",
@@ -37,6 +38,10 @@ class TooLateError(LockstepError, RuntimeError):
 
 class BatchError(LockstepError, ValueError):
     """A batch or dataset cannot be split over the replicas."""
+
+
+class OptionError(LockstepError, ValueError):
+    """An option of tf.distribute has the wrong type, or a value that does not go with another."""
 
 
 class StrategyMismatchError(LockstepError, ValueError, RuntimeError):
