@@ -274,3 +274,37 @@ def test_of_a_strategy_with_another_number_of_replicas() -> None:
     dataset = _strategy(3).experimental_distribute_dataset(_batches())
     with pytest.raises(StrategyMismatchError, match="value of 3, in a strategy with 2"):
         _fit(_strategy(2).scope(), x=dataset)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_dataset_for_each_replica_the_first_of_which_ends_first(n: int) -> None:
+    """Replica r has r + 1 batches of two rows; a replica that has none any more leaves weights and statistics right."""
+    strategy, rows = _strategy(n), np.concatenate([X, X[:7]])
+    target = rows.sum(1, keepdims=True)
+
+    def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        replica = context.input_pipeline_id
+        own = tf.data.Dataset.from_tensor_slices((rows, target)).shard(n, replica)
+        return own.batch(2).take(replica + 1)
+
+    def model(scope: Any) -> keras.Model:
+        keras.utils.set_random_seed(1)
+        with scope:
+            layers = (
+                keras.layers.Dense(4, use_bias=False),
+                keras.layers.BatchNormalization(synchronized=True),
+                keras.layers.Dense(1),
+            )
+            model = keras.Sequential([keras.Input((3,)), *layers])
+            model.compile("adam", "mse")
+        return model
+
+    options = tf.distribute.InputOptions(experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA)
+    trained, alone = model(strategy.scope()), model(contextlib.nullcontext())
+    trained.fit(strategy.distribute_datasets_from_function(make, options), epochs=2, shuffle=False, verbose=0)
+    own = [list(make(tf.distribute.InputContext(n, replica, n))) for replica in range(n)]
+    for step in [*range(n)] * 2:
+        batches = [batches[step] for batches in own if step < len(batches)]
+        alone.train_on_batch(*(np.concatenate(parts) for parts in zip(*batches, strict=True)))
+    for a, b in zip(trained.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)

@@ -126,7 +126,20 @@ def _side_by_side(make: Callable, replicas: int) -> tf.data.Dataset:
     counts = [int(dataset.cardinality()) for dataset in made]
     if min(counts) >= 0:
         rows = rows.apply(tf.data.experimental.assert_cardinality(max(counts)))
-    return rows.map(lambda *each: _joined(spec, [leaves for _, *leaves in each]))
+    return rows.map(lambda *each: _joined(spec, _first_filled([present for present, *_ in each], [list(e[1:]) for e in each])))
+
+
+def _first_filled(present: list[Any], each: list[list[Any]]) -> list[list[Any]]:
+    """Each replica's leaves. Replica 0, whose rows stand in where there are none, always has some: once its dataset has ended,
+    those of the first replica whose dataset has not, which gets none. Sums over replicas are the same."""
+    filled = each[-1]
+    rest: list[list[Any]] = []
+    for replica in reversed(range(1, len(each))):
+        own, moves = each[replica], tf.logical_not(tf.reduce_any(present[:replica]))
+        if replica < len(each) - 1:
+            filled = _either(present[replica], lambda own=own: own, lambda filled=filled: filled)
+        rest.insert(0, _either(moves, lambda own=own: [_nothing_of(leaf) for leaf in own], lambda own=own: own))
+    return [_either(present[0], lambda: each[0], lambda: filled), *rest]
 
 
 def _always_whole(spec: Any, made: list[tf.data.Dataset]) -> bool:
@@ -162,7 +175,7 @@ def _either(condition: Any, one: Callable[[], list], other: Callable[[], list]) 
         return branch
 
     flat = tf.nest.flatten(tf.cond(condition, parts(one), parts(other)))
-    return nest.pack_sequence_as(list(made), flat, expand_composites=True)
+    return nest.pack_sequence_as(made, flat, expand_composites=True)
 
 
 def _nothing_of(leaf: Any) -> Any:
