@@ -11,6 +11,7 @@ __all__ = [
     "DeviceError",
     "ExchangeError",
     "LockstepError",
+    "OptionError",
     "RecipeError",
     "ReplicaContextError",
     "StrategyMismatchError",
@@ -43,6 +44,10 @@ class BatchError(LockstepError, ValueError):
 
 class ExchangeError(LockstepError, ValueError):
     """What replicas hand in at an all-reduce or a gather does not fit together."""
+
+
+class OptionError(LockstepError, ValueError):
+    """An option of tf.distribute has the wrong type, or a value that does not go with another."""
 
 
 class StrategyMismatchError(LockstepError, ValueError, RuntimeError):

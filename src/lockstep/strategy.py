@@ -15,6 +15,7 @@ from lockstep.engine import update as update_
 from lockstep.engine.accumulate import accumulate, check_count
 from lockstep.engine.extended import Extended, Options
 from lockstep.engine.replicas import StepFunction
+from lockstep.engine.tf_options import check_run_options
 from lockstep.engine.tf_private import DistributedValues, nest
 from lockstep.engine.weights import find_slices
 from lockstep.engine.xla import described
@@ -140,15 +141,19 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
           fn: the replica function. Inside a ``tf.function`` it is traced once for all replicas.
           args, kwargs: its arguments; leaves that are per-replica values (a distributed dataset's batches, results of
             ``run``) are taken apart, all others go to every replica as they are.
-          options: accepted for compatibility with ``tf.distribute.RunOptions``.
+          options: a ``tf.distribute.RunOptions``, whose fields are for TPUs and change nothing here, or None.
 
         Returns:
           Per-replica values of what ``fn`` returned.
 
         Raises:
           ReplicaContextError: called in a replica function.
+          StrategyMismatchError: an argument is a per-replica value of a strategy with another number of replicas.
+          OptionError: ``options`` or one of its fields has the wrong type.
         """
         self._refuse_in_replica("run")
+        check_run_options(options)
+        feed.check_replicas((args, kwargs or {}), self.num_replicas_in_sync, "An argument of strategy.run was made")
         if not isinstance(fn, StepFunction):
             self._warn_if_undistributed(fn, (args, kwargs or {}))
             return super().run(fn, args=args, kwargs=kwargs, options=options)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine import datasets, replicas, session_graphs, values, variables
+from lockstep.engine import inputs, replicas, session_graphs, tf_options, values, variables
 from lockstep.engine.context import SoleContext, ThreadReplica, TracedContext, TracedReplica, current
 from lockstep.engine.exchange import choose
 from lockstep.engine.shards import ShardLayout
@@ -158,18 +158,32 @@ class Extended(StrategyExtended):
     # Input.
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        del options
         session_graphs.refuse("experimental_distribute_dataset")
-        return datasets.distribute(dataset, self.replicas)
+        settings = tf_options.input_options(options, self.devices)
+        if settings.per_replica:
+            tf_options.refuse_per_replica()
+        return inputs.distribute(dataset, self.replicas, settings, given=options is not None)
 
     def _experimental_make_numpy_dataset(self, numpy_input: Any, session: Any) -> tf.data.Dataset:
         del session
         return tf.data.Dataset.from_tensor_slices(numpy_input)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
-        del options
         session_graphs.refuse("distribute_datasets_from_function")
-        return datasets.from_function(dataset_fn, self.replicas)
+        settings = tf_options.input_options(options, self.devices)
+        return inputs.from_function(dataset_fn, self.replicas, settings, given=options is not None)
+
+    def _make_dataset_iterator(self, dataset: Any) -> Any:
+        del dataset
+        tf_options.refuse_tf1("make_dataset_iterator", "strategy.experimental_distribute_dataset(dataset)")
+
+    def _make_input_fn_iterator(self, input_fn: Callable, replication_mode: Any = None) -> Any:
+        del input_fn, replication_mode
+        tf_options.refuse_tf1("make_input_fn_iterator", "strategy.distribute_datasets_from_function(dataset_fn)")
+
+    def _experimental_run_steps_on_iterator(self, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        tf_options.refuse_tf1("experimental_run_steps_on_iterator", "a loop in a tf.function that calls strategy.run")
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
         return regroup([value_fn(ValueContext(r, self.replicas)) for r in range(self.replicas)], always_wrap=True)
@@ -177,11 +191,11 @@ class Extended(StrategyExtended):
     # Values in cross-replica context.
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
-        del options
+        tf_options.check_communication_options(options)
         return values.reduce_to(self, reduce_op, value, destinations)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> list[Any]:
-        del options
+        tf_options.check_communication_options(options)
         return values.batch_reduce_to(self, reduce_op, value_destination_pairs)
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -193,7 +207,7 @@ class Extended(StrategyExtended):
         return self._broadcast_to(tensor, destinations)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        del options
+        tf_options.check_communication_options(options)
         return values.gather(self, value, destinations, axis)
 
     # Updates.
@@ -224,6 +238,7 @@ class Extended(StrategyExtended):
         return fn(var, *args, **kwargs)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        tf_options.check_communication_options(options)
         context = tf.distribute.get_replica_context()
         if isinstance(context, (TracedContext, SoleContext)):
             return context.all_reduce(reduce_op, value, options)

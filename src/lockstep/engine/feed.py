@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lockstep.engine.tf_private import CompositeTensor, DistributedValues, PerReplica, PerReplicaSpec, nest
-from lockstep.errors import BatchError
+from lockstep.engine.tf_private import CompositeTensor, DistributedValues, PerReplica, PerReplicaSpec, nest, select_replica
+from lockstep.errors import BatchError, StrategyMismatchError
 
 
 class SlicesSpec(PerReplicaSpec):
@@ -42,6 +42,30 @@ class Slices(PerReplica):
         if self._spec is None:
             self._spec = SlicesSpec(*(open_batch_axis(tf.type_spec_from_value(v)) for v in self._values))
         return self._spec
+
+
+def with_values(leaf: Any, values: list[Any]) -> Any:
+    """A per-replica value of the same type as ``leaf``, with other values of the same types."""
+    return Slices(values, leaf._spec) if isinstance(leaf, Slices) else PerReplica(tuple(values))
+
+
+def per_replica(values: list[Any]) -> Any:
+    """One value per replica: `Slices` if they have a batch axis, else a plain per-replica value (None stays None)."""
+    first = values[0]
+    if not is_split(first):
+        return first
+    return Slices(values) if getattr(first, "shape", None) is not None and first.shape.rank else PerReplica(tuple(values))
+
+
+def map_replicas(fn: Any, element: Any, unpack: bool) -> Any:
+    """``fn`` of each replica's part of a distributed dataset's ``element`` (its parts one by one if ``unpack``)."""
+    replicas = max((len(leaf.values) for leaf in nest.flatten(element) if isinstance(leaf, PerReplica)), default=1)
+    parts = [select_replica(replica, element) for replica in range(replicas)]
+    results = [fn(*part) if unpack else fn(part) for part in parts]
+    if not any(isinstance(leaf, PerReplica) for leaf in nest.flatten(element)):
+        return results[0]
+    results = [nest.map_structure(as_tensor, result) for result in results]
+    return nest.map_structure(lambda *values: per_replica(list(values)), *results)
 
 
 def open_batch_axis(spec: tf.TypeSpec) -> tf.TypeSpec:
@@ -110,13 +134,13 @@ def split(batch: Any, replicas: int) -> Any:
     """
     batch = nest.map_structure(as_tensor, batch)
     check_leaves([(path, spec_of(leaf)) for path, leaf in named_leaves(batch)])
-    leaves = [leaf for leaf in nest.flatten(batch) if _is_split(leaf)]
+    leaves = [leaf for leaf in nest.flatten(batch) if is_split(leaf)]
     sizes = [batch_size(leaf) for leaf in leaves]
     checks = _agreement_checks(sizes)
     cuts: dict[Any, list] = {}
 
     def slices(leaf: Any) -> Any:
-        if not _is_split(leaf):
+        if not is_split(leaf):
             return leaf
         size = batch_size(leaf)
         key = size if isinstance(size, int) else "dynamic"
@@ -132,13 +156,29 @@ def split(batch: Any, replicas: int) -> Any:
     return nest.map_structure(slices, batch)
 
 
-def _is_split(leaf: Any) -> bool:
+def is_split(leaf: Any) -> bool:
     """Whether a leaf holds examples: ``None`` and Optionals (Keras's stand-in for None in a dataset) hold nothing."""
     return leaf is not None and not isinstance(leaf, tf.experimental.Optional)
 
 
-def _holds_nothing(spec: Any) -> bool:
-    return isinstance(spec, tf.OptionalSpec) or type(spec).__name__ == "NoneTensorSpec"
+def holds_nothing(spec: Any) -> bool:
+    return isinstance(spec, (tf.OptionalSpec, tf.NoneTensorSpec))
+
+
+def check_replicas(structure: Any, replicas: int, what: str) -> None:
+    """Raises StrategyMismatchError if a per-replica value (or its spec) in ``structure`` is of another number of replicas."""
+    for leaf in nest.flatten(structure):
+        if isinstance(leaf, PerReplicaSpec):
+            found = len(leaf._component_specs)
+        elif isinstance(leaf, DistributedValues) and not isinstance(leaf, tf.Variable):
+            found = len(leaf.values)
+        else:
+            continue
+        if found != replicas:
+            raise StrategyMismatchError(
+                f"{what} by a strategy with another number of replicas. Received: a per-replica value of {found}, in a "
+                f"strategy with {replicas}. Distribute the dataset, or split the batch, with the strategy that trains."
+            )
 
 
 def as_tensor(leaf: Any) -> Any:
@@ -164,12 +204,17 @@ def named_leaves(structure: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def check_leaves(leaves: list[tuple[str, Any]]) -> None:
-    """Raises BatchError if a leaf has no batch axis, an unknown rank, or the static batch sizes disagree."""
+def check_leaves(leaves: list[tuple[str, Any]], scalars: bool = False) -> None:
+    """Raises BatchError if a leaf has no batch axis, an unknown rank, or the static batch sizes disagree.
+
+    Args:
+      leaves: (path, spec) pairs.
+      scalars: whether there may be leaves without a batch axis.
+    """
     known: dict[str, int] = {}
     for path, spec in leaves:
         shape = getattr(spec, "shape", None)
-        if spec is None or _holds_nothing(spec):
+        if spec is None or holds_nothing(spec) or (scalars and shape is not None and shape.rank == 0):
             continue
         if shape is None or shape.rank is None:
             raise BatchError(

@@ -45,8 +45,10 @@ from tensorflow.core.protobuf import (  # noqa: E402
 from tensorflow.python.autograph.core import ag_ctx  # noqa: E402
 from tensorflow.python.autograph.core import config as autograph_config  # noqa: E402
 from tensorflow.python.autograph.impl import api as autograph  # noqa: E402
+from tensorflow.python.autograph.operators import py_builtins  # noqa: E402
 from tensorflow.python.data.ops import dataset_ops, iterator_ops  # noqa: E402
 from tensorflow.python.distribute import (  # noqa: E402
+    collective_util,
     distribute_lib,
     distribute_utils,
     mirrored_run,
@@ -95,9 +97,12 @@ OnReadPolicy, OnWritePolicy = values.OnReadPolicy, values.OnWritePolicy
 CompositeTensor = composite_tensor.CompositeTensor
 # Datasets of per-replica batches: native tf.data objects that also are tf.distribute's public types.
 DatasetWrapper: Any = dataset_ops.UnaryUnchangedStructureDataset
-OwnedIterator = iterator_ops.OwnedIterator
+OwnedIterator, IteratorSpec = iterator_ops.OwnedIterator, iterator_ops.IteratorSpec
+DatasetSpec: Any = dataset_ops.DatasetSpec
 DistributedDatasetInterface = distribute_types.DistributedDatasetInterface
 DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
+# What AutoGraph makes of enumerate(), by the type of its argument.
+enumerate_registry: Any = py_builtins.enumerate_registry
 
 BranchGraph = CondBranchFuncGraph
 ControlFlowGraph = (CondBranchFuncGraph, WhileBodyFuncGraph, WhileCondFuncGraph)
@@ -379,5 +384,7 @@ validate_colocated_variable = distribute_utils.validate_colocate_distributed_var
 current_replica = values_util.get_current_replica_id_as_int
 UpdateContext = distribute_lib.UpdateContext
 InputContext = distribute_lib.InputContext
+# The type of what tf.distribute.experimental.CommunicationOptions(...) returns.
+CommunicationOptions = collective_util.Options
 ValueContext = distribute_lib.ValueContext
 require_cross_replica = distribute_lib._require_cross_replica_or_default_context_extended
