@@ -20,17 +20,22 @@ def apply(original: Callable) -> Callable:
     @functools.wraps(original)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         replica = current()
-        if replica is None or replica.writes_are_equal:
+        if replica is None:
             return original(self, grads, trainable_variables)
+        strategy = tf.distribute.get_strategy()
+        if replica.replicas > 1:
+            keras_steps.check_optimizer_in_scope(self, strategy)
+        if replica.writes_are_equal:
+            # Another optimizer drives this one. It was given the sums, of whole variables.
+            with replica.equal_writes():
+                return original(self, grads, trainable_variables)
         if replica.held is not None:
             replica.held.append((self, list(grads), trainable_variables))
             return None
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
-        strategy = tf.distribute.get_strategy()
         if replica.replicas > 1:
-            keras_steps.check_optimizer_in_scope(self, strategy)
             _check_mirrored(trainable_variables or self._trainable_variables, strategy)
         checked = list(replica.checks)
         if strategy.extended.options.check_finite:
