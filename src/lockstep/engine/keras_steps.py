@@ -17,7 +17,7 @@ from lockstep.engine.extended import Extended
 from lockstep.engine.feed import SlicesSpec
 from lockstep.engine.replicas import StepFunction
 from lockstep.engine.tf_private import DistributedValues, Function, nest
-from lockstep.errors import StrategyMismatchError, UnsupportedError
+from lockstep.errors import LockstepError, StrategyMismatchError, UnsupportedError
 
 _NOT_FINITE = (
     "lockstep: the loss or a gradient is not finite (check_finite=True). No replica was updated. "
@@ -135,7 +135,11 @@ def make_predict_function(original: Callable) -> Callable:
 
 
 def symbolic_build(original: Callable) -> Callable:
-    """Wraps Trainer._maybe_symbolic_build: the model is built from the type of replica 0's slices."""
+    """Wraps Trainer._maybe_symbolic_build: the model is built from the type of replica 0's slices, or in its first step.
+
+    Without a strategy, models are built in their first step. To build one ahead is possible where the step is Keras's own,
+    which takes a batch for (x, y, sample_weight) and calls the model with x; one that a user has written may do anything.
+    """
 
     @functools.wraps(original)
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
@@ -144,14 +148,18 @@ def symbolic_build(original: Callable) -> Callable:
         optimizer = getattr(self, "optimizer", None)
         if optimizer is not None and self._distribute_strategy.num_replicas_in_sync > 1:
             check_optimizer_in_scope(optimizer, self._distribute_strategy)
+        if not all(map(keras_weights.is_own_step, (self.train_step, self.test_step, self.predict_step))):
+            return None
         if iterator is not None:
             data_batch = _replica_types(iterator._distributed_dataset.element_spec)
         data_batch = nest.map_structure(lambda v: v.values[0] if isinstance(v, DistributedValues) else v, data_batch)
-        # A model that cannot be built this way (without a call(), say) makes its variables in its first step, as it does
-        # without a strategy.
-        explained = keras_weights.mismatch_explained(self.train_step, data_batch)
-        with self._distribute_strategy.scope(), contextlib.suppress(RuntimeError), explained:
-            self._symbolic_build(data_batch=data_batch)
+        try:
+            with self._distribute_strategy.scope(), keras_weights.mismatch_explained(self.train_step, data_batch):
+                self._symbolic_build(data_batch=data_batch)
+        except LockstepError:
+            raise
+        except Exception:  # What is wrong with the model shows in the first step, if anything is.
+            return None
 
     return _maybe_symbolic_build
 
