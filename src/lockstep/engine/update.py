@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engine import variables
+from lockstep.engine import keras_scope, variables
 from lockstep.engine.context import TracedContext, current
 from lockstep.engine.shards import ShardedVariable, ShardLayout, by_shards, join
 from lockstep.engine.tf_private import DistributedVariable, threads_can_meet
@@ -101,12 +101,13 @@ def add_slot(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def add_variable_from_reference(self: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
-        variable = _value(reference_variable)
+        strategy, variable = self._distribution_strategy, _value(reference_variable)
+        keras_scope.check_slot(self, reference_variable)
         layout = _new_layout(self, variable, name)
         if layout is None:
             return original(self, reference_variable, name=name, initializer=initializer)
         _layouts.setdefault(self, {})[variable._unique_id] = layout
-        with self._distribution_strategy.extended.sharded(layout, variable._unique_id):
+        with strategy.extended.sharded(layout, variable._unique_id):
             slot = original(self, reference_variable, name=name, initializer=initializer)
         slot.value.give_back = functools.partial(_unless_in_use, weakref.ref(self), variable._unique_id)
         return slot
