@@ -159,7 +159,7 @@ class _Search:
             return x
         parts = [weighted(t, self._replica.fraction) if s is None else s for s, t in zip(shares, terms, strict=True)]
         if op.type == "SelectV2":
-            return tf.where(inputs[0], *parts)
+            return tf.where(inputs[0], parts[0], parts[1])
         if op.type == "Pack":
             return tf.stack(parts)
         return parts[0] - parts[1] if op.type == "Sub" else tf.add_n([tf.broadcast_to(p, x.shape) for p in parts])
