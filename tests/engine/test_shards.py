@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 import lockstep
 from device_tools import devices
-from lockstep.engine.shards import ShardedVariable, ShardLayout
+from lockstep.engine.shards import ShardedVariable, ShardLayout, by_shards
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 dtypes = st.sampled_from([tf.float32, tf.float64, tf.bfloat16])
@@ -76,22 +78,65 @@ def test_outside_of_replicas_it_is_the_whole_tensor(replicas: int) -> None:
 
 
 @pytest.mark.parametrize("in_function", [False, True])
-def test_in_a_replica_it_is_the_replicas_shard(in_function: bool) -> None:
+def test_while_it_is_updated_it_is_the_replicas_shard(in_function: bool) -> None:
     strategy = lockstep.MirroredStrategy(devices(3))
     value = np.arange(96, dtype="float32").reshape(8, 12)
     variable = sharded(strategy, value)
 
     def step() -> tf.Tensor:
-        before = variable.read_value()
-        with tf.control_dependencies([before]):
-            variable.assign_add(tf.ones([32]))
+        with by_shards():
+            before = variable.read_value()
+            with tf.control_dependencies([before]):
+                variable.assign_add(tf.ones([32]))
         return before
 
-    run = tf.function(lambda: strategy.run(step)) if in_function else lambda: strategy.run(step)
-    results = strategy.experimental_local_results(run())
+    def on_each() -> Any:
+        return strategy.run(step)
+
+    results = strategy.experimental_local_results((tf.function(on_each) if in_function else on_each)())
     np.testing.assert_array_equal(results, value.reshape(3, 32))
     np.testing.assert_array_equal(variable.numpy(), value + 1)
     assert [component.shape for component in strategy.experimental_local_results(variable)] == [(32,)] * 3
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_in_a_replica_it_is_whole(in_function: bool) -> None:
+    strategy = lockstep.MirroredStrategy(devices(3))
+    value = np.arange(100, dtype="float32").reshape(20, 5)
+    variable = sharded(strategy, value)
+    rows = tf.IndexedSlices(tf.ones([3, 5]), tf.constant([2, 7, 2]), tf.constant([20, 5]))
+    last = tf.IndexedSlices(tf.zeros([1, 5]), tf.constant([19]), tf.constant([20, 5]))
+
+    def step() -> tf.Tensor:
+        before = variable.read_value()
+        variable.assign_add(tf.ones([20, 5]))
+        variable.assign_sub(0.5 * value)
+        variable.scatter_add(rows)
+        variable.scatter_sub(rows)
+        variable.scatter_add(rows)
+        variable.scatter_update(last)
+        with tf.control_dependencies([before]):
+            return before + variable
+
+    def on_each() -> Any:
+        return strategy.run(step)
+
+    after = 0.5 * value + 1
+    after[2], after[7], after[19] = after[2] + 2, after[7] + 1, 0
+    results = strategy.experimental_local_results((tf.function(on_each) if in_function else on_each)())
+    np.testing.assert_allclose(results, [value + after] * 3)
+    np.testing.assert_allclose(variable.numpy(), after)
+
+
+def test_it_cannot_be_put_together_in_a_loop() -> None:
+    strategy = lockstep.MirroredStrategy(devices(2))
+    variable = sharded(strategy, np.zeros((8, 12), "float32"))
+
+    def step() -> tf.Tensor:
+        return tf.while_loop(lambda i, _: i < 2, lambda i, total: (i + 1, total + variable), (0, tf.zeros([8, 12])))[1]
+
+    with pytest.raises(lockstep.errors.UnsupportedError, match=r"cannot be put together in a loop.*update=\"mirrored\""):
+        tf.function(lambda: strategy.run(step))()
 
 
 def test_a_checkpoint_does_not_depend_on_the_number_of_replicas(tmp_path: object) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import lockstep
+from device_tools import devices
 from oracle.models import start_from
 from oracle.oracle import strategy_of
 
@@ -151,16 +153,162 @@ class LossAndMore(Linear):
         return 0.5 * loss - 0.1 * ops.mean(y_pred) + 0.2 * ops.mean(ops.abs(y_pred))
 
 
-@pytest.mark.parametrize(
-    ("make", "run_eagerly"), [(LossByHand, False), (LossByHand, True), (LossAndMore, False)], ids=lambda v: str(v)
-)
-def test_compute_loss(make: Build, run_eagerly: bool) -> None:
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
+@pytest.mark.parametrize("make", [LossByHand, LossAndMore])
+def test_compute_loss(make: Build, reduction: str, run_eagerly: bool) -> None:
     def build() -> keras.Model:
         model = make()
-        model.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=run_eagerly)
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        model.compile(keras.optimizers.SGD(0.001), loss, run_eagerly=run_eagerly)
         return model
 
     assert_as_on_one_device(build)
+
+
+# Totals of Keras's losses (a, b: shares of what all replicas compute) and of means over the slice (m).
+TOTALS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "sum": lambda a, b, m: a + m,
+    "plain first": lambda a, b, m: m + a,
+    "difference": lambda a, b, m: m - a,
+    "weighted": lambda a, b, m: 0.3 * a + 0.7 * m + b * 0.5,
+    "weighted by tensors": lambda a, b, m: tf.constant(0.3) * a + m * tf.constant(0.7),
+    "weighted together": lambda a, b, m: 0.5 * (a + 0.1 * m) / 4.0,
+    "negated": lambda a, b, m: -(a - 0.5 * m),
+    "with a constant": lambda a, b, m: a + 1.5,
+    "sum of a list": lambda a, b, m: sum([a, m, b]),
+    "add_n": lambda a, b, m: tf.add_n([a, m, b]),
+    "mean of stacked": lambda a, b, m: ops.mean(ops.stack([a, m, b])),
+    "sum of stacked, weighted": lambda a, b, m: ops.sum(ops.stack([a, m, b]) * tf.constant([0.5, 2.0, -1.0])),
+    "mean of a number": lambda a, b, m: ops.mean(ops.mean(a) + m),
+    "reshaped and cast": lambda a, b, m: tf.cast(tf.reshape(tf.cast(tf.reshape(a, [1]), "float64"), []), "float32") + m,
+    "not differentiated": lambda a, b, m: tf.stop_gradient(a) + m + b,
+    "chosen": lambda a, b, m: tf.where(tf.constant(True), a + m, 0.0),
+    "divided without nan": lambda a, b, m: tf.math.divide_no_nan(a + m, 2.0),
+    "through custom_gradient": lambda a, b, m: tf.custom_gradient(lambda x, y: ((x, y), lambda dx, dy: (dx, dy)))(a, m)[0] + m,
+    "plain only": lambda a, b, m: 2.0 * m,
+    "shares only": lambda a, b, m: a - 2.0 * b,
+}
+
+
+class Totals(Linear):
+    """Each of some `TOTALS` goes into a metric and into the logs, and one is trained on."""
+
+    def __init__(self, trained: str, *names: str):
+        super().__init__()
+        self.trained = trained
+        self.trackers = {name: keras.metrics.Mean(name=name) for name in names or [trained]}
+        self.first, self.second = keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError()
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [*super().metrics, *self.trackers.values()]
+
+    def terms(self, y: Any, y_pred: Any) -> tuple[Any, Any, Any]:
+        return self.first(y, y_pred), self.second(y, y_pred), ops.mean(ops.square(y_pred - 1.0))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        terms = self.terms(y, y_pred)
+        for name, tracker in self.trackers.items():
+            tracker.update_state(TOTALS[name](*terms))
+        return TOTALS[self.trained](*terms)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        logs = super().train_step(data)
+        terms = self.terms(data[1], self(data[0]))
+        return {**logs, **{f"last {name}": TOTALS[name](*terms) for name in self.trackers}}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_totals_of_losses_and_means(run_eagerly: bool) -> None:
+    # In eager mode a tape follows the shares, and nothing is seen of them beyond a stop_gradient.
+    names = [name for name in TOTALS if not (run_eagerly and name == "not differentiated")]
+
+    def build() -> keras.Model:
+        model = Totals("weighted", *names)
+        model.compile(keras.optimizers.SGD(0.01), run_eagerly=run_eagerly)
+        return model
+
+    assert_as_on_one_device(build, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("trained", "run_eagerly"), [("negated", False), ("mean of stacked", True), ("not differentiated", False)]
+)
+def test_the_gradient_of_a_total(trained: str, run_eagerly: bool) -> None:
+    def build() -> keras.Model:
+        model = Totals(trained)
+        model.compile(keras.optimizers.SGD(0.01), run_eagerly=run_eagerly)
+        return model
+
+    assert_as_on_one_device(build, rtol=2e-5)
+
+
+def test_totals_of_micro_batches() -> None:
+    def build() -> keras.Model:
+        model = Totals("weighted")
+        model.compile(keras.optimizers.SGD(0.01))
+        return model
+
+    strategy = lockstep.MirroredStrategy(devices(2), micro_batches=2)
+    ours, theirs = outcome(build, strategy.scope()), outcome(build, contextlib.nullcontext())
+    for name, want in theirs.items():
+        if not name.startswith("last "):  # read after the update, of the whole batch
+            np.testing.assert_allclose(ours[name], want, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_loss_function_that_calls_a_loss(run_eagerly: bool) -> None:
+    def loss(y: Any, y_pred: Any) -> Any:
+        return keras.losses.MeanSquaredError()(y, y_pred) + 0.5 * ops.mean(ops.abs(y_pred))
+
+    def build() -> keras.Model:
+        model = linear()
+        model.compile(keras.optimizers.SGD(0.01), loss, run_eagerly=run_eagerly)
+        return model
+
+    assert_as_on_one_device(build)
+
+
+@pytest.mark.parametrize("jit_compile", [None, False])
+def test_a_loss_that_a_nested_function_computes(jit_compile: bool | None) -> None:
+    """Also where slices are known to be equal, so that nothing in the function depends on the replica."""
+    squares = keras.losses.MeanSquaredError()
+
+    class Nested(Linear):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            loss = tf.function(lambda a, b: squares(a, b), jit_compile=jit_compile)(y, y_pred) + ops.mean(y_pred)
+            self.tracker.update_state(loss)
+            return loss
+
+    def train(scope: Any) -> dict[str, Any]:
+        start_from(5)
+        with scope:
+            model = Nested()
+            model.compile(keras.optimizers.SGD(0.01))
+        batches = tf.data.Dataset.from_tensor_slices(examples()).batch(9, drop_remainder=True)
+        logs = model.fit(batches, epochs=2, shuffle=False, verbose=0).history
+        return {**logs, **{v.path: np.asarray(v) for v in model.variables}}
+
+    ours, theirs = train(strategy_of(REPLICAS).scope()), train(contextlib.nullcontext())
+    np.testing.assert_allclose(ours.pop("loss"), theirs.pop("loss"), rtol=1e-5)
+    for (name, got), want in zip(ours.items(), theirs.values(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.skipif(not hasattr(keras, "distillation"), reason="this Keras has no Distiller")
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_distiller(run_eagerly: bool) -> None:
+    def build() -> keras.Model:
+        teacher, student = (
+            keras.Sequential([keras.Input((6,)), keras.layers.Dense(units, "tanh"), keras.layers.Dense(2)]) for units in (8, 4)
+        )
+        likeness = keras.distillation.LogitsDistillation(temperature=3.0)
+        model = keras.distillation.Distiller(teacher, student, distillation_losses=likeness, student_loss_weight=0.3)
+        model.compile(keras.optimizers.SGD(0.01), keras.losses.MeanSquaredError(), metrics=["mae"], run_eagerly=run_eagerly)
+        return model
+
+    assert_as_on_one_device(build, rtol=2e-5)
 
 
 # train_step.

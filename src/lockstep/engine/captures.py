@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -31,12 +32,13 @@ def check(trace: Trace, strategy: tf.distribute.Strategy) -> None:
             continue
         variable = variable_of(outer)
         if variable is None:
-            plain[inner.op.name] = inner
+            plain[inner.op.name] = outer
         elif getattr(variable, "distribute_strategy", None) is not strategy:
             raise StrategyMismatchError(_foreign(strategy, _described(variable)))
     for op in trace.graph.get_operations():
-        if any(handle.op.name in plain for handle in _written_handles(op)):
-            raise StrategyMismatchError(_written(op, strategy.num_replicas_in_sync))
+        for handle in _written_handles(op):
+            if handle.op.name in plain:
+                raise StrategyMismatchError(_written(op, _name_of(plain[handle.op.name]), strategy.num_replicas_in_sync))
 
 
 def _described(variable: Any) -> str:
@@ -72,13 +74,19 @@ def _foreign(strategy: tf.distribute.Strategy, what: str) -> str:
     )
 
 
-def _written(op: tf.Operation, replicas: int) -> str:
+def _name_of(handle: tf.Tensor) -> str:
+    """The name of the variable that ``handle`` belongs to, which a handle does not know; for an error, since it takes long."""
+    owners = (each for each in gc.get_objects() if issubclass(type(each), tf.Variable))
+    return next((owner.name for owner in owners if vars(owner).get("_handle") is handle), "")
+
+
+def _written(op: tf.Operation, variable: str, replicas: int) -> str:
     if op.type.startswith(_WRITES):
         what = f"{op.type} ({op.name!r}) of a value of shape {op.inputs[1].shape if len(op.inputs) > 1 else 'unknown'}"
     else:
         what = f"a write in {op.type} ({op.name!r})"
     return (
         f"A variable that replicas write must be created in the strategy's scope. Received: {what} "
-        f"to a variable with one copy, which {replicas} replicas would each write. "
+        f"to a variable{f' {variable!r}' if variable else ''} with one copy, which {replicas} replicas would each write. "
         "Create the model, optimizer, metric or tf.Variable inside `with strategy.scope():`."
     )

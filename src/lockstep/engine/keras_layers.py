@@ -1,8 +1,7 @@
-"""State of layers in a replica: sums, seeds, statistics, and the states of recurrent layers (seams of `keras_private`)."""
+"""State of layers in a replica: sums, seeds and statistics (seams of `keras_private`)."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -51,17 +50,7 @@ def next_seed(original: Callable) -> Callable:
     return next
 
 
-# State that belongs to the examples of a slice.
-
-
-def rnn_call(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        replica = current()
-        with replica.own_writes() if replica is not None and self.stateful else contextlib.nullcontext():
-            return original(self, *args, **kwargs)
-
-    return call
+# Statistics.
 
 
 def moments(original: Callable) -> Callable:

@@ -17,7 +17,7 @@ from lockstep.engine.variables import weighted
 
 def _share_of(replica: Replica, loss: Any) -> Any:
     replica.losses.append(loss)
-    return loss if replica.is_whole else replica.record_share(weighted(loss, replica.fraction))
+    return loss if replica.is_whole else shares.record(replica, weighted(loss, replica.fraction))
 
 
 def scale_loss(original: Callable) -> Callable:
@@ -37,7 +37,7 @@ def unscale_loss(original: Callable) -> Callable:
             return original(value)
         if replica.is_whole or value.shape.rank != 0:  # reduction=None: one loss per example, never scaled
             return value
-        return tf.math.divide_no_nan(value, tf.cast(replica.fraction, value.dtype))
+        return shares.as_mean(replica, value)
 
     return unscale_loss_for_distribution
 
@@ -46,14 +46,10 @@ def compute_loss(original: Callable) -> Callable:
     @functools.wraps(original)
     def _compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         replica = current()
-        before = len(replica.shares) if replica is not None else 0
         loss = original(self, *args, **kwargs)
-        if replica is None or replica.is_whole or not tf.is_tensor(loss) or loss.shape.rank != 0:
+        if replica is None or replica.is_whole or not shares.is_scalar(loss):
             return loss
-        own = type(self).compute_loss is not keras.Model.compute_loss
-        if own and (not tf.executing_eagerly() or len(replica.shares) == before):
-            return shares.as_share(replica, loss)
-        return loss
+        return loss if type(self).compute_loss is keras.Model.compute_loss else shares.as_share(replica, loss)
 
     return _compute_loss
 
@@ -64,11 +60,12 @@ def mean_update(original: Callable) -> Callable:
         replica = current()
         if replica is None or replica.is_whole:
             return original(self, values, sample_weight)
-        if getattr(values, "shape", None) == ():
+        share = shares.found(replica, values)
+        if share is not None:
+            values = shares.as_mean(replica, share)
+        if sample_weight is None and (share is not None or getattr(values, "shape", None) == ()):
             # A scalar counts once a batch on one device, so each slice's counts for its share.
-            if shares.is_share(replica, values):
-                values = tf.math.divide_no_nan(values, tf.cast(replica.fraction, values.dtype))
-            sample_weight = replica.fraction if sample_weight is None else sample_weight
+            sample_weight = replica.fraction
         return original(self, values, sample_weight)
 
     return update_state
@@ -97,7 +94,10 @@ def reduce_values(original: Callable) -> Callable:
         replica = current()
         if replica is not None and tuple(values.shape) == () and reduction not in ("sum", "none", None):
             # Computed by the user from the whole slice; Keras takes it as it is.
-            return _share_of(replica, loss)
+            replica.losses.append(loss)
+            return loss if replica.is_whole else shares.as_share(replica, loss)
+        if replica is not None and reduction == "sum" and not replica.is_whole:
+            return shares.record(replica, loss)
         by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None and len(values.shape) > 0
         if not by_weight or replica is None or replica.is_whole:
             return loss
@@ -105,6 +105,8 @@ def reduce_values(original: Callable) -> Callable:
         weights: Any = sample_weight
         here = tf.reduce_sum(tf.cast(weights, loss.dtype))
         (everywhere,) = sum_over_batch([here])
-        return replica.record_share(loss * tf.math.divide_no_nan(here, everywhere * tf.cast(replica.fraction, loss.dtype)))
+        with shares.apart(replica):
+            loss *= tf.math.divide_no_nan(here, everywhere * tf.cast(replica.fraction, loss.dtype))
+        return shares.record(replica, loss)
 
     return reduce_values

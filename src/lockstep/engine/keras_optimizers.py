@@ -7,31 +7,33 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from lockstep.engine import keras_steps, update
+from lockstep.engine import keras_scope, keras_steps, update
 from lockstep.engine.context import current, sum_over_replicas
-from lockstep.engine.tf_private import DistributedVariable
-from lockstep.errors import StrategyMismatchError
 
 
 def apply(original: Callable) -> Callable:
     @functools.wraps(original)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         replica = current()
-        if replica is None or replica.writes_are_equal:
+        if replica is None:
             return original(self, grads, trainable_variables)
+        strategy = tf.distribute.get_strategy()
+        if replica.replicas > 1:
+            keras_scope.check_optimizer(self, strategy)
+        if replica.writes_are_equal:
+            # Another optimizer drives this one. It was given the sums, of whole variables.
+            with replica.equal_writes():
+                return original(self, grads, trainable_variables)
         if replica.held is not None:
             replica.held.append((self, list(grads), trainable_variables))
             return None
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
-        strategy = tf.distribute.get_strategy()
         if replica.replicas > 1:
-            keras_steps.check_optimizer_in_scope(self, strategy)
-            _check_mirrored(trainable_variables or self._trainable_variables, strategy)
+            keras_scope.check_variables(trainable_variables or self._trainable_variables, strategy)
         checked = list(replica.checks)
         if strategy.extended.options.check_finite:
             checked += keras_steps.check_finite(self, replica, grads)
@@ -68,19 +70,6 @@ def _cast(gradient: Any, dtype: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape)
     return tf.cast(gradient, dtype)
-
-
-def _check_mirrored(variables: list[Any], strategy: Any) -> None:
-    for variable in variables:
-        value = getattr(variable, "value", variable) if isinstance(variable, keras.Variable) else variable
-        if not isinstance(value, DistributedVariable):
-            name = getattr(variable, "path", variable.name)
-            raise StrategyMismatchError(
-                f"A model must be built in the scope of the strategy that trains it. Received: variable {name!r}, "
-                "which was created "
-                f"outside of any scope and has one copy, but would be updated by {strategy.num_replicas_in_sync} replicas. "
-                "Create the model (and load its weights) inside `with strategy.scope():`."
-            )
 
 
 def all_reduce_sum_gradients(original: Callable) -> Callable:

@@ -4,7 +4,7 @@ Keras 3 trains unmodified under a lockstep strategy but for the places below, wh
 slices or meets other replicas inside a branch. Each *seam* replaces one function by a wrapper that acts only while a
 lockstep strategy is running, says why, and is guarded: if Keras's source at that place is not one we know, `install` raises
 UnsupportedVersionError instead of training wrongly. The wrappers are in `keras_losses`, `keras_optimizers`,
-`keras_layers` and `keras_steps`.
+`keras_layers`, `keras_states` and `keras_steps`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import keras
 
-from lockstep.engine import keras_layers, keras_losses, keras_optimizers, keras_steps, update
+from lockstep.engine import keras_layers, keras_losses, keras_optimizers, keras_states, keras_steps, update
 from lockstep.engine.keras_fingerprints import KNOWN, SUPPORTED
 from lockstep.errors import UnsupportedVersionError
 
@@ -136,8 +136,8 @@ SEAMS = (
     Seam(
         "keras.src.layers.rnn.rnn",
         "RNN.call",
-        keras_layers.rnn_call,
-        "a stateful RNN's states are rows of the slice, not to be averaged",
+        keras_states.rnn_call,
+        "a stateful RNN's states are rows, each of one example",
     ),
     Seam(
         "keras.src.layers.normalization.batch_normalization",

@@ -9,15 +9,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine import keras_weights, optimize, shares, xla
+from lockstep.engine import keras_scope, keras_weights, optimize, shares, xla
 from lockstep.engine.accumulate import accumulate, held_updates
 from lockstep.engine.context import Replica, TracedContext, current, sum_over_replicas
 from lockstep.engine.emit import assert_all
-from lockstep.engine.extended import Extended
 from lockstep.engine.feed import SlicesSpec
 from lockstep.engine.replicas import StepFunction
 from lockstep.engine.tf_private import DistributedValues, Function, nest
-from lockstep.errors import StrategyMismatchError, UnsupportedError
+from lockstep.errors import BatchError, UnsupportedError
 
 _NOT_FINITE = (
     "lockstep: the loss or a gradient is not finite (check_finite=True). No replica was updated. "
@@ -25,18 +24,14 @@ _NOT_FINITE = (
 )
 
 
-def _is_lockstep(strategy: Any) -> bool:
-    return strategy is not None and isinstance(strategy.extended, Extended)
-
-
 def make_function(original: Callable) -> Callable:
     """Wraps Trainer._make_function: the train or test step takes a batch, and reports global metrics."""
 
     @functools.wraps(original)
     def _make_function(self: Any, step_function: Callable) -> Callable:
-        _check_built_in_scope(self)
+        keras_scope.check_model(self)
         strategy: Any = self._distribute_strategy
-        if not _is_lockstep(strategy):
+        if not keras_scope.is_lockstep(strategy):
             return original(self, step_function)
         micro_batches = strategy.extended.options.micro_batches if step_function.__name__ == "train_step" else 1
         compiled = bool(self.jit_compile)
@@ -79,37 +74,13 @@ def _making_step(model: Any, convert: Callable) -> Iterator[None]:
         model._jit_compile = jit_compile
 
 
-def _check_built_in_scope(model: Any) -> None:
-    """Raises StrategyMismatchError where a model made outside of the scope would be trained, or compiled, inside of it."""
-    compiled = getattr(getattr(model, "optimizer", None), "_distribution_strategy", None)
-    candidates: list[tuple[Any, str]] = [(tf.distribute.get_strategy(), "trained"), (compiled, "compiled")]
-    for strategy, where in candidates:
-        if _is_lockstep(strategy) and strategy is not model._distribute_strategy and strategy.num_replicas_in_sync > 1:
-            raise StrategyMismatchError(
-                f"A model must be built in the scope of the strategy that trains it. Received: model {model.name!r}, built "
-                f"outside of the scope and {where} inside of it: its variables have one copy, not "
-                f"{strategy.num_replicas_in_sync}. "
-                "Create the model (and load its weights) inside `with strategy.scope():`, together with compile()."
-            )
-
-
-def check_optimizer_in_scope(optimizer: Any, strategy: Any) -> None:
-    """Raises StrategyMismatchError where an optimizer with one copy of its variables would update all replicas'."""
-    if optimizer._distribution_strategy is not strategy:
-        raise StrategyMismatchError(
-            f"An optimizer must be created in the scope of the strategy that trains with it. Received: {optimizer.name!r}, "
-            "created outside of it: its variables (iterations, learning rate, slots) have one copy, but would be updated by "
-            f"{strategy.num_replicas_in_sync} replicas. Create it inside `with strategy.scope():`."
-        )
-
-
 def make_predict_function(original: Callable) -> Callable:
     """Wraps Trainer.make_predict_function: the predict step takes a batch, and drops rows that were only borrowed."""
 
     @functools.wraps(original)
     def make_predict_function(self: Any, force: bool = False) -> Any:
         strategy: Any = self._distribute_strategy
-        if not _is_lockstep(strategy) or strategy.num_replicas_in_sync == 1:
+        if not keras_scope.is_lockstep(strategy) or strategy.num_replicas_in_sync == 1:
             return original(self, force)
         if self.predict_function is not None and not force:
             return self.predict_function
@@ -135,23 +106,31 @@ def make_predict_function(original: Callable) -> Callable:
 
 
 def symbolic_build(original: Callable) -> Callable:
-    """Wraps Trainer._maybe_symbolic_build: the model is built from the type of replica 0's slices."""
+    """Wraps Trainer._maybe_symbolic_build: the model is built from the type of replica 0's slices, or in its first step.
+
+    Without a strategy, models are built in their first step. To build one ahead is possible where the step is Keras's own,
+    which takes a batch for (x, y, sample_weight) and calls the model with x; one that a user has written may do anything.
+    """
 
     @functools.wraps(original)
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        if not _is_lockstep(self._distribute_strategy):
+        if not keras_scope.is_lockstep(self._distribute_strategy):
             return original(self, iterator=iterator, data_batch=data_batch)
         optimizer = getattr(self, "optimizer", None)
         if optimizer is not None and self._distribute_strategy.num_replicas_in_sync > 1:
-            check_optimizer_in_scope(optimizer, self._distribute_strategy)
+            keras_scope.check_optimizer(optimizer, self._distribute_strategy)
+        if not all(map(keras_weights.is_own_step, (self.train_step, self.test_step, self.predict_step))):
+            return None
         if iterator is not None:
             data_batch = _replica_types(iterator._distributed_dataset.element_spec)
         data_batch = nest.map_structure(lambda v: v.values[0] if isinstance(v, DistributedValues) else v, data_batch)
-        # A model that cannot be built this way (without a call(), say) makes its variables in its first step, as it does
-        # without a strategy.
-        explained = keras_weights.mismatch_explained(self.train_step, data_batch)
-        with self._distribute_strategy.scope(), contextlib.suppress(RuntimeError), explained:
-            self._symbolic_build(data_batch=data_batch)
+        try:
+            with self._distribute_strategy.scope(), keras_weights.mismatch_explained(self.train_step, data_batch):
+                self._symbolic_build(data_batch=data_batch)
+        except BatchError:
+            raise
+        except Exception:  # What is wrong with the model shows in the first step, if anything is.
+            return None
 
     return _maybe_symbolic_build
 

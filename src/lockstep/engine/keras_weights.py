@@ -65,8 +65,8 @@ def mismatch_explained(step: Callable, data: Any) -> Iterator[None]:
 
 
 def is_own_step(step: Callable) -> bool:
-    """Whether ``step`` is Keras's own train or test step, bound to a model, and not one that a user has written."""
-    return getattr(step, "__func__", None) in (keras.Model.train_step, keras.Model.test_step)
+    """Whether ``step`` is Keras's own train, test or predict step, bound to a model, and not one that a user has written."""
+    return getattr(step, "__func__", None) in (keras.Model.train_step, keras.Model.test_step, keras.Model.predict_step)
 
 
 def _weights(step: Callable, data: Any) -> list[Any]:

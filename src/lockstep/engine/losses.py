@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lockstep.engine import shares
 from lockstep.engine.context import current
 
 
@@ -26,9 +27,9 @@ def install() -> None:
         if replica is None or replica.is_whole:
             return original(per_example_loss, sample_weight, global_batch_size)
         if global_batch_size is not None or (replica.active is None and replica.micro_batch is None):
-            return replica.record_share(original(per_example_loss, sample_weight, global_batch_size))
+            return shares.record(replica, original(per_example_loss, sample_weight, global_batch_size))
         size: Any = tf.maximum(tf.shape(per_example_loss)[0], 1)  # a replica in a thread may have no example
         mean = original(per_example_loss, sample_weight, global_batch_size=size)
-        return replica.record_share(mean * tf.cast(replica.fraction, mean.dtype))
+        return shares.record(replica, mean * tf.cast(replica.fraction, mean.dtype))
 
     tf.nn.compute_average_loss = compute_average_loss

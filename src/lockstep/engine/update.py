@@ -6,8 +6,9 @@ costs no more to exchange than the all-reduce it replaces, and slots take an Nth
 Cross-Replica Sharding of Weight Update in Data-Parallel Training", arXiv 2004.13336).
 
 The optimizer is the user's own: its ``update_step`` runs on shards in place of variables. Which variables are shared out is
-decided where their slots are made, since a slot is then a `ShardedVariable`. A variable whose gradient turns out to be
-sparse gets whole slots back, because Keras treats sparse gradients in a way that densifying them would change.
+decided where their slots are made, since a slot is then a `ShardedVariable`. A variable gets whole slots back when its
+gradient turns out to be sparse, because Keras treats sparse gradients in a way that densifying them would change; and when
+something else than the engine uses its slots in a replica first, such as an optimizer that calls another's ``update_step``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engine import variables
+from lockstep.engine import keras_scope, variables
 from lockstep.engine.context import TracedContext, current
-from lockstep.engine.shards import ShardedVariable, ShardLayout
+from lockstep.engine.shards import ShardedVariable, ShardLayout, by_shards, join
 from lockstep.engine.tf_private import DistributedVariable, threads_can_meet
 
 CHOICES = ("auto", "sharded", "mirrored")
@@ -31,6 +32,9 @@ CHOICES = ("auto", "sharded", "mirrored")
 # Their update of an element depends on nothing but that element of the variable, the gradient and the slots.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion")
 _STEPS = frozenset(getattr(keras.optimizers, name).update_step for name in _ELEMENTWISE)
+# What a class of a user's may do in its own way besides: none of it meets the shards that an update is given.
+_AROUND = ("apply", "apply_gradients", "finalize_variable_values", "from_config", "get_config", "iterations")
+_AROUND += ("learning_rate", "load_own_variables", "save_own_variables", "scale_loss", "set_weights", "variables")
 # Kept whole: all replicas add to an accumulator, and an average is read as the variable's stand-in.
 _WHOLE_SLOTS = ("average", "gradient_accumulator")
 # The redundant part of the work that overlapping shards may cost.
@@ -40,6 +44,8 @@ _AUTO_ELEMENTS = 1 << 16
 
 # optimizer -> the layouts of the variables whose update it shares out, by the variable's unique id.
 _layouts: weakref.WeakKeyDictionary[Any, dict[Any, ShardLayout]] = weakref.WeakKeyDictionary()
+# optimizer -> those of them that a step has updated in shards.
+_in_use: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 _unsharding = threading.RLock()
 
 
@@ -68,7 +74,7 @@ def _new_layout(optimizer: Any, variable: Any, name: str | None) -> ShardLayout 
     choice = getattr(getattr(extended, "options", None), "update", "mirrored")
     if choice == "mirrored" or extended.replicas == 1 or name in _WHOLE_SLOTS:
         return None
-    if type(optimizer).update_step not in _STEPS or not isinstance(variable, DistributedVariable):
+    if not _is_elementwise(optimizer) or not isinstance(variable, DistributedVariable):
         return None
     if not variable.shape.is_fully_defined() or not variable.dtype.is_floating:
         return None
@@ -78,18 +84,33 @@ def _new_layout(optimizer: Any, variable: Any, name: str | None) -> ShardLayout 
     return layout
 
 
+def _is_elementwise(optimizer: Any) -> bool:
+    """Whether the optimizer's update is one that treats each element by itself, with nothing of a user's in it."""
+    kind = type(optimizer)
+    if kind.update_step not in _STEPS:
+        return False
+    known = next(i for i, each in enumerate(kind.__mro__) if "update_step" in vars(each))
+    own = [item for each in [*kind.__mro__[:known], optimizer] for item in vars(each).items()]
+    methods = {name for name, value in own if callable(value) or isinstance(value, (property, classmethod, staticmethod))}
+    changed = {name for name in methods if not name.startswith("__") and hasattr(kind.__mro__[known], name)}
+    return changed <= set(_AROUND)
+
+
 def add_slot(original: Callable) -> Callable:
     """Wraps TFOptimizer.add_variable_from_reference: the slot is a sharded variable where the update is shared out."""
 
     @functools.wraps(original)
     def add_variable_from_reference(self: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
-        variable = _value(reference_variable)
+        strategy, variable = self._distribution_strategy, _value(reference_variable)
+        keras_scope.check_slot(self, reference_variable)
         layout = _new_layout(self, variable, name)
         if layout is None:
             return original(self, reference_variable, name=name, initializer=initializer)
         _layouts.setdefault(self, {})[variable._unique_id] = layout
-        with self._distribution_strategy.extended.sharded(layout, variable._unique_id):
-            return original(self, reference_variable, name=name, initializer=initializer)
+        with strategy.extended.sharded(layout, variable._unique_id):
+            slot = original(self, reference_variable, name=name, initializer=initializer)
+        slot.value.give_back = functools.partial(_unless_in_use, weakref.ref(self), variable._unique_id)
+        return slot
 
     return add_variable_from_reference
 
@@ -100,7 +121,7 @@ def weight_decay(original: Callable) -> Callable:
     @functools.wraps(original)
     def _apply_weight_decay(self: Any, trainable_variables: Any) -> None:
         if _is_in_replica():
-            trainable_variables = [v for v in trainable_variables if _value(v)._unique_id not in layouts_of(self)]
+            trainable_variables = [v for v in trainable_variables if _id(v) not in layouts_of(self)]
         return original(self, trainable_variables)
 
     return _apply_weight_decay
@@ -118,15 +139,15 @@ def update_step(original: Callable) -> Callable:
         not_after_all = [
             variable
             for gradient, variable in pairs
-            if _value(variable)._unique_id in layouts and (isinstance(gradient, tf.IndexedSlices) or not can_join)
+            if _id(variable) in layouts and (isinstance(gradient, tf.IndexedSlices) or not can_join)
         ]
         if not_after_all:
             for variable in not_after_all:
-                make_whole(self, _value(variable)._unique_id)
+                make_whole(self, _id(variable))
             # It was left out above, to decay with its shards.
             self._apply_weight_decay(not_after_all)
-        shared = [pair for pair in pairs if _value(pair[1])._unique_id in layouts]
-        whole = [pair for pair in pairs if _value(pair[1])._unique_id not in layouts]
+        shared = [pair for pair in pairs if _id(pair[1]) in layouts]
+        whole = [pair for pair in pairs if _id(pair[1]) not in layouts]
         if whole:
             original(self, *(list(each) for each in zip(*whole, strict=True)), learning_rate)
         if shared:
@@ -143,12 +164,12 @@ def scatter(optimizer: Any, grads: dict[int, Any], trainable: Sequence[Any]) -> 
     layouts = layouts_of(optimizer)
     for i, gradient in grads.items():
         if layouts and isinstance(gradient, tf.IndexedSlices):
-            make_whole(optimizer, _value(trainable[i])._unique_id)
+            make_whole(optimizer, _id(trainable[i]))
     needs_whole = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.gradient_accumulation_steps
     context = tf.distribute.get_replica_context()
-    if needs_whole or hasattr(optimizer, "inner_optimizer") or not isinstance(context, TracedContext):
+    if needs_whole or not isinstance(context, TracedContext):
         return {}
-    cut = {i: layouts[_value(trainable[i])._unique_id] for i in grads if _value(trainable[i])._unique_id in layouts}
+    cut = {i: layouts[_id(trainable[i])] for i in grads if _id(trainable[i]) in layouts}
     if not cut:
         return {}
     return dict(zip(cut, context.scatter([grads[i] for i in cut], list(cut.values())), strict=True))
@@ -159,30 +180,22 @@ def _update_shards(optimizer: Any, pairs: list[tuple[Any, Any]], learning_rate: 
     replica = current()
     assert replica is not None
     number = context.replica_id_in_sync_group
-    updated = []
+    targets, shards, layouts = [], [], []
     for gradient, variable in pairs:
-        variable = _value(variable)
+        variable = _mirrored(variable)
         layout = layouts_of(optimizer)[variable._unique_id]
+        _in_use.setdefault(optimizer, set()).add(variable._unique_id)
         shard = Shard(variable, layout.own(variable._get().read_value(), number))
         if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
             rate, decay = (tf.cast(x, shard.dtype) for x in (optimizer.learning_rate, optimizer.weight_decay))
             shard.assign_sub(shard.tensor * decay * rate)
-        optimizer.update_step(gradient if replica.scattered else layout.own(gradient, number), shard, learning_rate)
-        updated.append((variable, shard.tensor, layout))
-    for (variable, _, _), value in zip(updated, _join(context, updated), strict=True):
+        with by_shards():
+            optimizer.update_step(gradient if replica.scattered else layout.own(gradient, number), shard, learning_rate)
+        targets.append(variable)
+        shards.append(shard.tensor)
+        layouts.append(layout)
+    for variable, value in zip(targets, join(context, shards, layouts, optimizer.name), strict=True):
         variable._get().assign(value, read_value=False)
-
-
-def _join(context: Any, updated: list[tuple[Any, tf.Tensor, ShardLayout]]) -> list[tf.Tensor]:
-    """The whole value of each variable, from this and the other replicas' shards."""
-    if isinstance(context, TracedContext):
-        return [context.trace.mark_join(shard, layout) for _, shard, layout in updated]
-    layouts = [layout for _, _, layout in updated]
-
-    def together(strategy: Any, *shards: Any) -> Any:
-        return strategy.extended.exchange.join([s.values for s in shards], layouts)
-
-    return context.merge_call(together, args=tuple(shard for _, shard, _ in updated))
 
 
 class Shard:
@@ -225,7 +238,14 @@ def make_whole(optimizer: Any, whose: Any) -> None:
                 shards = slot.value
                 if isinstance(shards, ShardedVariable) and shards.whose == whose:
                     extended = optimizer._distribution_strategy.extended
-                    slot._value = variables.mirrored(extended, shards.first_or_whole(), slot.name)
+                    slot._value = shards.successor = variables.mirrored(extended, shards.first_or_whole(), slot.name)
+
+
+def _unless_in_use(reference: Callable[[], Any], whose: Any) -> None:
+    """`make_whole`, unless steps exist that update the variable in shards."""
+    optimizer = reference()
+    if optimizer is not None and whose not in _in_use.get(optimizer, ()):
+        make_whole(optimizer, whose)
 
 
 def _can_join() -> bool:
@@ -240,3 +260,16 @@ def _is_in_replica() -> bool:
 
 def _value(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _mirrored(variable: Any) -> Any:
+    """The mirrored variable that is meant by a Keras variable, by a mirrored one, or by one of its copies."""
+    value = _value(variable)
+    if isinstance(value, DistributedVariable):
+        return value
+    found = variables.variable_of(value.handle)
+    return value if found is None else found
+
+
+def _id(variable: Any) -> Any:
+    return _mirrored(variable)._unique_id
