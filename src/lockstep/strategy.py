@@ -13,6 +13,7 @@ from lockstep.engine import captured_values, feed, keras_private, losses
 from lockstep.engine import devices as devices_
 from lockstep.engine import update as update_
 from lockstep.engine.accumulate import accumulate, check_count
+from lockstep.engine.exchange import check_axis, reduce_op_of
 from lockstep.engine.extended import Extended, Options
 from lockstep.engine.replicas import StepFunction
 from lockstep.engine.tf_options import check_run_options
@@ -234,8 +235,12 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
 
         Raises:
           ReplicaContextError: called in a replica function.
+          ExchangeError: another ``reduce_op``, or an axis that a value does not have.
         """
         self._refuse_in_replica("reduce")
+        reduce_op = reduce_op_of(reduce_op)
+        for leaf in nest.flatten(value):
+            check_axis(leaf.values if isinstance(leaf, DistributedValues) else [leaf], axis)
         self._inside_library.depth += 1
         try:
             return super().reduce(reduce_op, value, axis)

@@ -112,3 +112,48 @@ def test_gathers_of_other_ranks(strategy: Any, graph: bool) -> None:
     for error in (ExchangeError, ValueError, tf.errors.InvalidArgumentError):
         with pytest.raises(error, match=r"Shape mismatch.*Received: \(None,\) on replica 0, \(None, 2\) on replica 1"):
             (tf.function(run) if graph else run)()
+
+
+@pytest.mark.parametrize(
+    ("op", "axis", "told"),
+    [
+        (None, None, "Received: None. Allowed: 'SUM', 'MEAN'"),
+        ("max", None, "Received: 'max'"),
+        ("SUM", 5, "axis=5. Allowed: None, axes -1 to 0"),
+        ("MEAN", "x", "axis='x'"),
+    ],
+)
+def test_reductions_of_what_was_returned(strategy: Any, op: Any, axis: Any, told: str) -> None:
+    with pytest.raises(ExchangeError, match=told):
+        strategy.reduce(op, strategy.split(tf.range(4.0)), axis=axis)
+
+
+def test_gathers_of_returned_rows(strategy: Any) -> None:
+    rows = strategy.run(lambda: tf.IndexedSlices(tf.ones([1]), tf.constant([0])))
+    with pytest.raises(NotImplementedError, match="gather does not support IndexedSlices"):
+        strategy.gather(rows, axis=0)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_whole_numbers_have_a_mean(strategy: Any, graph: bool) -> None:
+    def run() -> Any:
+        return strategy.run(lambda: _context().all_reduce("MEAN", _context().replica_id_in_sync_group + tf.constant(3)))
+
+    (first, second) = strategy.experimental_local_results((tf.function(run) if graph else run)())
+    assert float(first) == float(second) == 3.5
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_one_value_for_all_is_not_added_to_a_sum(strategy: Any, graph: bool) -> None:
+    """As under tf.distribute, which cannot know whether it is meant to count once or N times."""
+    outside = tf.constant(2.0)
+    with strategy.scope():
+        variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
+    for value in (outside, 2.0):
+
+        def run(value: Any = value) -> None:
+            strategy.run(lambda: variable.assign_add(value))
+
+        with pytest.raises(ValueError, match="not per replica cannot be summed"):
+            (tf.function(run) if graph else run)()
+    assert [float(v) for v in variable.values] == [1.0, 1.0]

@@ -296,3 +296,20 @@ def test_what_tensorflow_keeps_for_its_version_1(n: int) -> None:
         strategy.make_input_fn_iterator(lambda context: _of_all_kinds())
     with pytest.raises(UnsupportedError, match=r"experimental_run_steps_on_iterator.*a loop in a tf\.function"):
         strategy.extended.experimental_run_steps_on_iterator(lambda context, x: x, None, 2)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_wrong_communication_options_in_a_replica(n: int) -> None:
+    wrong = CommunicationOptions(bytes_per_pack=1.5)
+
+    def reduced(x: tf.Tensor) -> tf.Tensor:
+        return tf.distribute.get_replica_context().all_reduce("SUM", x, options=wrong)
+
+    def gathered(x: tf.Tensor) -> tf.Tensor:
+        return tf.distribute.get_replica_context().all_gather(x, 0, options=wrong)
+
+    strategy = _strategy(n)
+    for replica in (reduced, gathered):
+        for run in (strategy.run, tf.function(strategy.run)):
+            with pytest.raises(OptionError, match="bytes_per_pack=1.5"):
+                run(replica, (tf.constant([1.0]),))

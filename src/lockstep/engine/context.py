@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from lockstep.engine.borrowed import cut, cut_rows, masked
 from lockstep.engine.exchange import as_dense, as_value, check_gather, reduce_op_of
+from lockstep.engine.tf_options import check_communication_options
 from lockstep.engine.tf_private import ReduceOp, ReplicaContext, default_graph, may_record_gradients, nest
 from lockstep.errors import UnsupportedError
 
@@ -189,7 +190,7 @@ class SoleContext(ReplicaContext):
         self.lockstep = Replica(1)
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        del options
+        check_communication_options(options)
         reduce_op_of(reduce_op)
         return nest.map_structure(as_value, value)
 
@@ -210,7 +211,7 @@ class TracedContext(ReplicaContext):
         raise FallBack
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        del options
+        check_communication_options(options)
         op = reduce_op_of(reduce_op)
         flat = nest.flatten(value)
         # As TensorFlow does: what all replicas are handed from outside is one value, which counts once.
@@ -226,7 +227,7 @@ class TracedContext(ReplicaContext):
         return nest.pack_sequence_as(value, nest.flatten(reduced(*(tf.convert_to_tensor(v) for v in flat))))
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        del options
+        check_communication_options(options)
         return nest.map_structure(lambda v: self._gathered(v, axis), value)
 
     def _gathered(self, value: Any, axis: Any) -> Any:
@@ -280,7 +281,7 @@ class TracedContext(ReplicaContext):
         handed_in = self.lockstep.handed_in(xs)
         # For tf.gradients, which sees no tape.
         with default_graph().gradient_override_map({"Identity": _GRADIENT_OF[op]}):
-            return [self.trace.mark_reduce(op, x) for x in handed_in]
+            return [self.trace.mark_reduce(op, _as_averaged(x) if op == ReduceOp.MEAN else x) for x in handed_in]
 
     def _check_can_meet(self, what: str, xs: list[Any]) -> None:
         graph = default_graph()
@@ -301,6 +302,11 @@ for _op, _name in _GRADIENT_OF.items():
     @tf.RegisterGradient(_name)
     def _gradient_of_reduced(op: tf.Operation, dy: tf.Tensor, reduce_op: ReduceOp = _op) -> tf.Tensor:
         return tf.distribute.get_replica_context().all_reduce(reduce_op, dy)
+
+
+def _as_averaged(x: Any) -> Any:
+    """Whole numbers as what their mean is: as everywhere in TensorFlow, their quotient is a float64."""
+    return tf.cast(x, tf.float64) if isinstance(x, tf.Tensor) and x.dtype.is_integer else x
 
 
 def _same_for_all(x: Any) -> Any:

@@ -19,6 +19,7 @@ from lockstep.engine.tf_private import (
     is_mirrored,
     nest,
 )
+from lockstep.errors import UnsupportedError
 
 
 def reduce_to(extended: Any, op: ReduceOp, value: Any, destinations: Any) -> Any:
@@ -83,7 +84,12 @@ def _reduce_plain(extended: Any, op: ReduceOp, value: Any) -> Any:
         return value
     if isinstance(value, tf.Operation) or value is None:
         return value
-    raise ValueError(
+    raise not_per_replica(value)
+
+
+def not_per_replica(value: Any) -> ValueError:
+    """What to raise where one value for all replicas would be summed over them, as TensorFlow does."""
+    return ValueError(
         f"A value that is not per replica cannot be summed over replicas. Received: {value!r}. "
         "Allowed: what strategy.run returned. If every replica has this value, multiply it by strategy.num_replicas_in_sync."
     )
@@ -132,6 +138,11 @@ def gather(extended: Any, value: Any, destinations: Any, axis: int) -> Any:
     if not isinstance(value, DistributedValues):
         return value
     each = list(value.values)
+    if isinstance(each[0], tf.IndexedSlices):
+        raise UnsupportedError(
+            "gather does not support IndexedSlices. Received: rows of a sparse gradient on each replica. "
+            "Gather their values and their indices, or use strategy.reduce, which joins the rows of all replicas."
+        )
     weights = extended.thread_weights
     if weights is not None and weights.borrowed and not isinstance(value, DistributedVariable):
         each = [cut(tf.convert_to_tensor(v), active, axis) for v, active in zip(each, weights.active, strict=True)]

@@ -19,9 +19,10 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from lockstep.engine import shards
+from lockstep.engine import shards, values
 from lockstep.engine.borrowed import masked
 from lockstep.engine.context import FallBack, Replica, TracedContext, current
 from lockstep.engine.exchange import as_tensors
@@ -153,12 +154,21 @@ class OnWrite(OnWritePolicy):
         if isinstance(value, tf.IndexedSlices):
             value = as_tensors(value, var.dtype)
         context = tf.distribute.get_replica_context()
+        if var.aggregation == tf.VariableAggregation.SUM and isinstance(context, TracedContext):
+            _check_per_replica(context, value)
         by_examples = var.aggregation == tf.VariableAggregation.MEAN and replica.active is not None
         if isinstance(context, TracedContext) or by_examples:
             if not isinstance(value, tf.IndexedSlices):
                 value = _tensor(value, var)
             return update_fn(component, _aggregated(context, replica, var.aggregation, value), **kwargs)
         return super()._update_replica(var, update_fn, value, **kwargs)
+
+
+def _check_per_replica(context: TracedContext, value: Any) -> None:
+    """As in a thread, where TensorFlow does: one value for all replicas is not summed over them, unless it is 0."""
+    is_number = not tf.is_tensor(value) and not isinstance(value, (np.ndarray, tf.IndexedSlices))
+    if context.trace.origins.is_outside(value) or (is_number and np.any(np.asarray(value) != 0)):
+        raise values.not_per_replica(value)
 
 
 def _for_all_at_once() -> bool:

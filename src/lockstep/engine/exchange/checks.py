@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import tensorflow as tf
@@ -77,6 +78,20 @@ def check_gather(values: Sequence[Any], axis: Any) -> int:
         rule += f" (Dimension {differing[0]} in both shapes must be equal)"
     _check_shapes(others, [], rule, remedy)
     return number
+
+
+def check_axis(values: Sequence[Any], axis: Any) -> None:
+    """Raises ExchangeError if an axis to reduce, or one of several, is not one of ``values``'s, where their shape is known."""
+    shapes: list[Any] = [getattr(value, "shape", None) for value in values]
+    ranks = [rank for shape in shapes if (rank := tf.TensorShape(shape).rank) is not None]
+    for each in axis if isinstance(axis, (list, tuple)) else [axis]:
+        is_axis = isinstance(each, Integral) or tf.is_tensor(each)
+        if each is None or (is_axis and (tf.is_tensor(each) or all(-rank <= int(each) < rank for rank in ranks))):
+            continue
+        raise ExchangeError(
+            f"Values are reduced along an axis that they have. Received: reduce with axis={axis!r}. "
+            f"Allowed: None, {_axes(min(ranks)) if ranks else 'a whole number'}."
+        )
 
 
 def _axes(rank: int | None) -> str:
