@@ -38,7 +38,8 @@ class Flow:
 
     def __init__(self, trace: Trace, sources: set[str]):
         self._trace, self._sources = trace, sources
-        self._walked: dict[Any, int] = {}
+        # Per graph: its version and the number of its ops when it was last walked, and what was found.
+        self._walked: dict[Any, tuple[int, int]] = {}
         self._names: dict[Any, set[str]] = {}
 
     def reaches(self, x: Any) -> bool:
@@ -48,10 +49,10 @@ class Flow:
     def _reached(self, graph: Any) -> set[str]:
         """The names of the tensors in ``graph`` that are computed from the sources."""
         names = self._names.setdefault(graph, set())
-        ops = graph.get_operations()
-        start = self._walked.get(graph, 0)
-        if start < len(ops):
-            self._walked[graph] = len(ops)
+        version, start = self._walked.get(graph, (-1, 0))
+        if version < graph.version:
+            ops = graph.get_operations()
+            self._walked[graph] = graph.version, len(ops)
             exchanged = {name for mark in self._trace.marks_in[graph] for name in mark.ops}
             captured = {inner.name: outer for outer, inner in graph.captures}
             for op in ops[start:]:
