@@ -61,6 +61,18 @@ def test_slices_lie_on_their_replicas_device(n: int, options: Any) -> None:
                 assert {part.device for part in tf.nest.flatten(value, expand_composites=True)} == {device}
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_slices_lie_on_their_replicas_device_in_a_function(n: int) -> None:
+    strategy = _strategy(n)
+    take = tf.function(lambda iterator: strategy.experimental_local_results(next(iterator)))
+    dataset = _numbers()
+    for distributed in (
+        strategy.experimental_distribute_dataset(dataset.batch(4)),
+        strategy.distribute_datasets_from_function(lambda context: dataset),
+    ):
+        assert tuple(value.backing_device for value in take(iter(distributed))) == strategy.extended.worker_devices
+
+
 @pytest.mark.parametrize("mode", [MODE.PER_WORKER, MODE.PER_REPLICA])
 def test_not_fetched_slices_stay_on_the_host(mode: Any) -> None:
     options = InputOptions(experimental_fetch_to_device=False, experimental_replication_mode=mode)
@@ -204,6 +216,7 @@ def test_options_for_what_is_distributed_already() -> None:
         RunOptions(experimental_enable_dynamic_batch_size=False),
         RunOptions(experimental_bucketizing_dynamic_shape=True),
         RunOptions(experimental_xla_options=tf.tpu.XLAOptions()),
+        RunOptions,
     ],
 )
 @pytest.mark.parametrize("traced", [False, True])

@@ -33,32 +33,35 @@ from lockstep.errors import BatchError, UnsupportedError
 class DistributedIteratorSpec(IteratorSpec):
     """The type of a `DistributedIterator`, so that it is one inside of a ``tf.function`` that it is passed to as well."""
 
-    __slots__ = ()
+    __slots__ = ("_devices",)
     value_type = property(lambda self: DistributedIterator)
 
+    def __init__(self, element_spec: Any, devices: tuple[str, ...] | None = None):
+        super().__init__(element_spec)
+        self._devices = devices
+
+    def _serialize(self) -> Any:
+        return (self._element_spec, self._devices)
+
     def _from_components(self, components: Any) -> DistributedIterator:
-        return DistributedIterator(components=components, element_spec=self._element_spec)
+        iterator = DistributedIterator(components=components, element_spec=self._element_spec)
+        iterator._devices = self._devices
+        return iterator
 
 
 class DistributedIterator(OwnedIterator, DistributedIteratorInterface):
-    """Iterates over per-replica batches; also a native ``tf.data`` iterator.
-
-    Taken out eagerly, each replica's slice is copied to its replica's device. Taken out inside of a ``tf.function`` it stays
-    where it is: there the replica's part of the step is a call on its device, and TensorFlow copies what goes into it.
-    """
+    """Iterates over per-replica batches, each copied to its replica's device; also a native ``tf.data`` iterator."""
 
     _devices: tuple[str, ...] | None = None
 
     @property
     def _type_spec(self) -> DistributedIteratorSpec:
-        return DistributedIteratorSpec(self.element_spec)
+        return DistributedIteratorSpec(self.element_spec, self._devices)
 
     def _next_internal(self) -> Any:
         _refuse_inside_replica("next(iterator)")
         element = super()._next_internal()
-        if self._devices is None or not tf.executing_eagerly():
-            return element
-        return placed(element, self._devices)
+        return element if self._devices is None else placed(element, self._devices)
 
     def get_next_as_optional(self) -> Any:
         _refuse_inside_replica("iterator.get_next_as_optional()")
@@ -110,6 +113,11 @@ class DistributedDataset(DatasetWrapper, DistributedDatasetInterface):
     @_variant_tensor.setter
     def _variant_tensor(self, value: Any) -> None:
         self._variant_tensor_attr = value
+
+    @property
+    def element_spec(self) -> Any:
+        _refuse_inside_replica("a distributed dataset")  # what a loop over it asks for first
+        return super().element_spec
 
     @property
     def _type_spec(self) -> DistributedDatasetSpec:
@@ -235,7 +243,7 @@ def whole_element(spec: Any, arguments: tuple) -> Any:
 
 
 def placed(element: Any, devices: tuple[str, ...]) -> Any:
-    """``element`` with each replica's values on its device (with one replica, plain values). Call it eagerly."""
+    """``element`` with each replica's values on its device (with one replica, plain values)."""
 
     def on(device: str, value: Any) -> Any:
         if all(part.device == device for part in nest.flatten(value, expand_composites=True)):

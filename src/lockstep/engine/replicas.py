@@ -87,11 +87,11 @@ def run(extended: Any, fn: Callable, args: Any, kwargs: Any, borrow: bool = Fals
         return _run_alone(strategy, fn, args, kwargs)
     if inside_compiled():
         xla.refuse_around(fn, replicas)
-    weights = weights_of((args, kwargs), replicas, borrow)
+    weights = weights_of((args, kwargs), extended.devices, borrow)
     in_threads = tf.executing_eagerly() or may_record_gradients()
     own = (args, kwargs)
     if weights is not None and (borrow or not in_threads):
-        args, kwargs = with_borrowed_rows(own, weights, replicas)
+        args, kwargs = with_borrowed_rows(own, weights, extended.devices)
     in_thread = (args, kwargs) if borrow else own
     if in_threads:
         if compiled and not tf.executing_eagerly():

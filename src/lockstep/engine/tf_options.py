@@ -63,7 +63,7 @@ def input_options(options: Any, devices: tuple[str, ...]) -> Input:
 
 def check_run_options(options: Any) -> None:
     """Raises OptionError unless ``options`` is a `tf.distribute.RunOptions` with fields of the right types, or None."""
-    if options is None:
+    if options is None or options is tf.distribute.RunOptions:  # the class stands for its defaults
         return
     _check_type("options", options, tf.distribute.RunOptions, "tf.distribute.RunOptions(...) or None")
     dynamic, bucketizing, xla = options

@@ -7,7 +7,7 @@ it contributes nothing to a sum, and it writes no state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,21 +58,24 @@ def find_slices(structure: Any) -> list[feed.Slices]:
     return [leaf for leaf in nest.flatten(structure) if isinstance(leaf, feed.Slices)]
 
 
-def weights_of(args: Any, replicas: int, borrowed: bool) -> Weights | None:
+def weights_of(args: Any, devices: Sequence[str], borrowed: bool) -> Weights | None:
     """The weights of the batch among a replica function's arguments; None where all slices are known to be equal.
 
     Args:
       args: the structure passed to ``strategy.run``.
-      replicas: N.
+      devices: the replicas' devices.
       borrowed: as in `Weights`.
     """
     slices = find_slices(args)
-    if not slices or replicas == 1:
+    if not slices or len(devices) == 1:
         return None
     statics = {spec.shape[0] for spec in slices[0]._type_spec._component_specs}
     if len(statics) == 1 and None not in statics:
         return None
-    sizes = [tf.convert_to_tensor(batch_size(value)) for value in slices[0].values]
+    sizes = []
+    for value, device in zip(slices[0].values, devices, strict=True):
+        with tf.device(device):  # where the slice lies, so that it is not copied to be measured
+            sizes.append(tf.convert_to_tensor(batch_size(value)))
     total = tf.maximum(tf.add_n(sizes), 1)
     return Weights(
         fractions=[tf.cast(size, tf.float32) / tf.cast(total, tf.float32) for size in sizes],
@@ -81,7 +84,7 @@ def weights_of(args: Any, replicas: int, borrowed: bool) -> Weights | None:
     )
 
 
-def with_borrowed_rows(args: Any, weights: Weights, replicas: int) -> Any:
+def with_borrowed_rows(args: Any, weights: Weights, devices: Sequence[str]) -> Any:
     """``args`` in which a replica without examples borrows row 0 of replica 0, so that no layer meets an empty batch.
 
     The borrowed row has weight 0 everywhere, so it changes nothing but keeps reshapes, statistics and GPU kernels defined.
@@ -90,21 +93,15 @@ def with_borrowed_rows(args: Any, weights: Weights, replicas: int) -> Any:
     def borrow(leaf: Any) -> Any:
         if not isinstance(leaf, feed.Slices):
             return leaf
-        first = leaf.values[0]
-        values = [first]
-        for r in range(1, replicas):
-            value = leaf.values[r]
-
-            def own(value: Any = value) -> list:
-                return nest.flatten(value, expand_composites=True)
-
-            def borrowed() -> list:
-                return nest.flatten(feed.rows(first, 0, 1), expand_composites=True)
-
-            flat = tf.nest.flatten(tf.cond(weights.active[r], own, borrowed))
-            values.append(
-                nest.pack_sequence_as(feed.open_batch_axis(tf.type_spec_from_value(value)), flat, expand_composites=True)
-            )
+        with tf.device(devices[0]):
+            borrowed = nest.flatten(feed.rows(leaf.values[0], 0, 1), expand_composites=True)
+        values = [leaf.values[0]]
+        for value, active, device in zip(leaf.values[1:], weights.active[1:], devices[1:], strict=True):
+            own = nest.flatten(value, expand_composites=True)
+            with tf.device(device):
+                flat = tf.nest.flatten(tf.cond(active, lambda own=own: own, lambda: borrowed))
+            spec = feed.open_batch_axis(tf.type_spec_from_value(value))
+            values.append(nest.pack_sequence_as(spec, flat, expand_composites=True))
         return feed.Slices(values)
 
     return nest.map_structure(borrow, args)
