@@ -89,6 +89,17 @@ def _with_regularizer(case: Case) -> tf.Tensor:
     return case.context.all_reduce("SUM", tape.gradient(loss, weight))
 
 
+def _with_regularizers(case: Case) -> tf.Tensor:
+    """As above, of several gradients in one tensor, in another precision."""
+    weights = [tf.constant([3.0]), tf.constant([[1.0, 2.0]])]
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        loss = tf.reduce_sum(case.x * weights[0]) + sum(tf.reduce_sum(w**2) for w in weights) / case.replicas
+        loss += tf.reduce_sum(weights[1]) * tf.reduce_sum(case.x)
+    flat = tf.concat([tf.reshape(g, [-1]) for g in tape.gradient(loss, weights)], 0)
+    return case.context.all_reduce("SUM", tf.cast(2.0 * tf.transpose(flat[:, None]), tf.float64))[0]
+
+
 def _written(name: str, method: str, value: Callable[[Case], Any]) -> Callable[[Case], tf.Tensor]:
     def write(case: Case) -> tf.Tensor:
         variable = case.variables[name]
@@ -139,6 +150,10 @@ KINDS: dict[str, tuple[Callable[[Case], Any], Wanted]] = {
     "gather of flags": (lambda c: tf.cast(c.context.all_gather(c.x > 2.5, axis=0), tf.int32), lambda x, n: x > 2.5),
     "gather of strings": (lambda c: tf.strings.to_number(c.context.all_gather(tf.as_string(c.x), axis=0)), lambda x, n: x),
     "gather of sizes": (lambda c: c.context.all_gather(tf.shape(c.x)[:1], axis=0), lambda x, n: n),
+    "gather of means": (
+        lambda c: tf.reduce_max(-c.context.all_gather(tf.reduce_min(c.x, keepdims=True) + 1.0, axis=0), keepdims=True),
+        lambda x, n: [-2.0],
+    ),
     "gather of what is made inside": (lambda c: c.context.all_gather(tf.ones([2]), axis=0), lambda x, n: [1.0] * 2 * len(n)),
     "gather of what is outside": (lambda c: c.context.all_gather(OUTSIDE, axis=0), lambda x, n: [1.5, 2.5]),
     "gradient of a gather": (_gather_gradient, lambda x, n: 2 * x),
@@ -146,6 +161,10 @@ KINDS: dict[str, tuple[Callable[[Case], Any], Wanted]] = {
     "own rows among all": (_own_rows_among_all, lambda x, n: 0 * x),
     "rows at an offset by sizes": (_offset_by_sizes, lambda x, n: sum(x)),
     "sum with a regularizer": (_with_regularizer, lambda x, n: [sum(x) + 6.0]),
+    "packed sums with regularizers": (
+        _with_regularizers,
+        lambda x, n: [2 * sum(x) + 12, 2 * sum(x) + 4, 2 * sum(x) + 8],
+    ),
     "rows": (lambda c: _table_of_rows(c, "SUM"), lambda x, n: [*(10 * x), *x]),
     "mean of rows": (lambda c: _table_of_rows(c, "MEAN"), lambda x, n: [*(10 * x / len(n)), *x]),
 }
@@ -202,7 +221,7 @@ def test_meetings(strategy: Any, way: str) -> None:
     def run(x: tf.Tensor, first: Any) -> Any:
         return strategy.run(replica, (strategy.split(x), first))
 
-    step: Any = run if way == "eager" else tf.function(run, input_signature=None)
+    step: Any = run if way == "eager" else tf.function(run, reduce_retracing=True)
     wrong = []
     for size in SIZES:
         batch = np.arange(1.0, size + 1, dtype="float32")

@@ -341,12 +341,13 @@ class TracedReplica(Replica):
         return tf.where(active, x, otherwise())
 
     def own_rows(self, x: tf.Tensor, axis: int = 0) -> tf.Tensor:
-        """``x``; on a replica without examples, nothing along ``axis`` of what was computed from the borrowed row."""
+        """``x``; without examples, nothing along ``axis`` (of a size, 0) of what was computed from a borrowed row."""
         active = self.active
         if active is None or not self._trace.origins.is_from_batch(x):
             return x
-        fixed = x.shape.rank is not None and x.shape[axis] is not None
-        return masked([x], active)[0] if fixed else cut(x, active, axis)
+        # As many sizes as replicas may be counted on; a mean over no rows is none.
+        is_size = x.dtype.is_integer and x.shape.rank is not None and x.shape[axis] is not None
+        return masked([x], active)[0] if is_size else cut(x, active, axis)
 
     def handed_in(self, xs: list[Any]) -> list[Any]:
         """``xs`` as others get them: a replica without examples adds nothing that was computed from its borrowed row."""

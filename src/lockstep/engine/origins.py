@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from lockstep.engine.tf_private import default_graph
+
 if TYPE_CHECKING:
     from lockstep.engine.trace import Trace
 
-# Ops that are linear in what they are given; of a product one factor must not come from the batch.
-_SUMS: dict[str, Callable] = {
-    "AddV2": lambda a, b: a + b,
-    "AddN": lambda *terms: tf.add_n(terms),
-    "Sub": lambda a, b: a - b,
-    "Neg": lambda a: -a,
-    "Identity": tf.identity,
+# Ops that are linear in inputs: in all of them, in all but the last, in the first. Others must not come from the batch.
+_LINEAR: dict[str, slice] = {
+    **dict.fromkeys(("AddV2", "AddN", "Sub", "Pack"), slice(None)),
+    "ConcatV2": slice(-1),
+    **dict.fromkeys(("Neg", "Identity", "Cast", "RealDiv"), slice(1)),
+    **dict.fromkeys(("Reshape", "Transpose", "Squeeze", "ExpandDims", "StridedSlice"), slice(1)),
 }
-_PRODUCTS: dict[str, Callable] = {"Mul": lambda a, b: a * b, "RealDiv": lambda a, b: a / b}
 # A sum of more terms inside of each other than this is taken whole.
 _DEPTH = 32
 
@@ -112,29 +112,40 @@ class Origins:
         if not self.is_from_batch(x):
             return
         if self._is_mixed(x):
-            for term in x.op.inputs:
+            for term in self._terms(x.op):
                 self._collect(term, parts)
         else:
             parts[x.name] = x
 
     def _rebuilt(self, x: tf.Tensor, parts: dict[str, tf.Tensor]) -> tf.Tensor:
-        if x.name in parts:
-            return parts[x.name]
-        if not self.is_from_batch(x):
-            return x
-        return {**_SUMS, **_PRODUCTS}[x.op.type](*(self._rebuilt(term, parts) for term in x.op.inputs))
+        if x.name in parts or not self.is_from_batch(x):
+            return parts.get(x.name, x)
+        return computed_again(x.op, [self._rebuilt(term, parts) for term in x.op.inputs])[x.value_index]
 
     def _is_mixed(self, x: tf.Tensor, depth: int = 0) -> bool:
-        """Whether ``x`` is a sum of terms of its own shape, of which some come from the batch and some do not."""
-        if depth == _DEPTH or not self.is_from_batch(x) or not x.shape.is_fully_defined() or not x.dtype.is_floating:
+        """Whether ``x`` is linear in terms of which some come from the batch and some do not."""
+        terms = self._terms(x.op)
+        # Sizes that are not known may be numbers of examples: rows, and no sum over them.
+        known = x.shape.is_fully_defined() and all(term.shape.is_fully_defined() for term in terms)
+        if depth == _DEPTH or not terms or not known or not x.dtype.is_floating:
             return False  # whole numbers may have been computed from shapes
-        factors = 1 if x.op.type in _PRODUCTS else len(x.op.inputs)
-        if x.op.type not in _SUMS and (x.op.type not in _PRODUCTS or self.is_from_batch(x.op.inputs[1])):
+        if sum(map(self.is_from_batch, x.op.inputs)) > sum(map(self.is_from_batch, terms)):
             return False
-        terms = list(x.op.inputs)[:factors]
-        if any(term.shape != x.shape for term in terms):
+        if x.op.type in ("AddV2", "Sub") and any(term.shape != x.shape for term in terms):
             return False
         return any(not self.is_from_batch(term) or self._is_mixed(term, depth + 1) for term in terms)
+
+    def _terms(self, op: tf.Operation) -> list[tf.Tensor]:
+        """The inputs that ``op`` is linear in; none for other ops. Of a product it is the factor that comes from the batch."""
+        if op.type == "Mul":
+            return [x for x in op.inputs if self.is_from_batch(x)][:1]
+        return list(op.inputs)[_LINEAR[op.type]] if op.type in _LINEAR else []
+
+
+def computed_again(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    """What ``op``, which has no state and calls no function, gives for other ``inputs``, in the current graph."""
+    attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
+    return list(default_graph().create_op(op.type, inputs, [y.dtype for y in op.outputs], attrs=attributes).outputs)
 
 
 def _is_eager(x: Any) -> bool:

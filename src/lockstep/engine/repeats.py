@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine.origins import Flow
+from lockstep.engine.origins import Flow, computed_again
 from lockstep.engine.tf_private import update_input
 
 
@@ -57,9 +57,6 @@ class _Repeats:
         elif op.op_def.is_stateful or any(value.HasField("func") for value in op.node_def.attr.values()):
             return x
         else:
-            attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
-            dtypes = [y.dtype for y in op.outputs]
-            again = self._trace.graph.create_op(op.type, [self.of(y) for y in op.inputs], dtypes, attrs=attributes)
-            outputs = list(again.outputs)
+            outputs = computed_again(op, [self.of(y) for y in op.inputs])
         self._made |= {y.name: other for y, other in zip(op.outputs, outputs, strict=True)}
         return self._made[x.name]
