@@ -216,7 +216,7 @@ def test_exchange_inside_a_loop() -> None:
         context = tf.distribute.get_replica_context()
         return tf.while_loop(lambda x: tf.reduce_sum(x) < 10.0, lambda x: (context.all_reduce("SUM", x),), [x])[0]
 
-    with pytest.raises(lockstep.errors.UnsupportedError, match="Reduce after the loop"):
+    with pytest.raises(lockstep.errors.UnsupportedError, match="Call all_reduce after the loop"):
         tf.function(lambda: strategy.run(step, (strategy.split(X[:2]),)))()
 
 

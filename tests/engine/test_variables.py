@@ -106,3 +106,34 @@ def test_a_creator_of_the_user_decides() -> None:
     assert asked == ["cached", "cached/replica_1/"]
     assert not isinstance(variable.values[1], CopiedVariable)
     assert [c.numpy() for c in variable.values] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_what_a_write_to_a_local_variable_gives_back(graph: bool) -> None:
+    """Each replica's own value, also where it is returned as it is."""
+    strategy = lockstep.MirroredStrategy(devices(2))
+    with strategy.scope():
+        local = tf.Variable(
+            1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM, trainable=False
+        )
+
+    def replica() -> Any:
+        number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        return local.assign_add(number + 1.0)
+
+    got = (tf.function(lambda: strategy.run(replica)) if graph else lambda: strategy.run(replica))()
+    assert [float(v) for v in strategy.experimental_local_results(got)] == [2.0, 3.0]
+
+
+def test_a_per_replica_value_in_a_closure_is_added_to_a_sum() -> None:
+    strategy = lockstep.MirroredStrategy(devices(2))
+    values = strategy.experimental_distribute_values_from_function(lambda c: tf.constant(c.replica_id_in_sync_group + 2.0))
+    with strategy.scope():
+        total = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
+    for run in (
+        lambda: strategy.run(lambda: total.assign(values)),
+        tf.function(lambda: strategy.run(lambda: total.assign(values))),
+    ):
+        total.assign(0.0)
+        run()
+        assert [float(v) for v in total.values] == [5.0, 5.0]

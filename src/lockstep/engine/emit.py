@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engine import optimize
+from lockstep.engine.marks import Mark, Region
 from lockstep.engine.stages import Stage, call_types, cut
 from lockstep.engine.tf_private import (
     AttrValue,
@@ -18,7 +19,7 @@ from lockstep.engine.tf_private import (
     nest,
     select_replica,
 )
-from lockstep.engine.trace import Mark, Region, Trace, is_graph_output
+from lockstep.engine.trace import Trace, is_graph_output
 from lockstep.engine.variables import variable_of
 from lockstep.engine.weights import Weights
 

@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engine import optimize, seeds
+from lockstep.engine.marks import Mark, Region
 from lockstep.engine.tf_private import (
     AttrValue,
     FuncGraph,
@@ -24,7 +25,6 @@ from lockstep.engine.tf_private import (
     function_from_graph,
     labelled_copy,
 )
-from lockstep.engine.trace import Mark, Region
 
 _function_ids = itertools.count()
 READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "Identity", "NoOp"})
