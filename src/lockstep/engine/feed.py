@@ -162,7 +162,7 @@ def is_split(leaf: Any) -> bool:
 
 
 def holds_nothing(spec: Any) -> bool:
-    return isinstance(spec, (tf.OptionalSpec, tf.NoneTensorSpec))
+    return isinstance(spec, tf.OptionalSpec) or type(spec).__name__ == "NoneTensorSpec"  # public from TensorFlow 2.21 on
 
 
 def check_replicas(structure: Any, replicas: int, what: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engine import keras_scope, keras_weights, optimize, shares, xla
+from lockstep.engine import keras_logs, keras_scope, keras_weights, optimize, xla
 from lockstep.engine.accumulate import accumulate, held_updates
 from lockstep.engine.context import Replica, TracedContext, current, sum_over_replicas
 from lockstep.engine.emit import assert_all
@@ -38,8 +38,9 @@ def make_function(original: Callable) -> Callable:
         if strategy.num_replicas_in_sync == 1 and micro_batches == 1:
             run = original(self, _checked(step_function))
             return xla.explained(run) if compiled else run
-        replica_step = _accumulated(self, step_function, micro_batches)
-        step = StepFunction(replica_step, compiled=compiled, after=lambda logs: global_logs(self, logs))
+        logs = keras_logs.Logs(self, step_function)
+        replica_step = _accumulated(self, step_function, micro_batches, logs)
+        step = StepFunction(replica_step, compiled=compiled, after=logs.of_all)
         convert = self._autoconvert_optionals
 
         def traced_once(function: Any) -> Callable:
@@ -147,13 +148,12 @@ def _replica_types(element_spec: Any) -> Any:
     return nest.map_structure(one, element_spec)
 
 
-def _accumulated(model: Any, step: Callable, micro_batches: int) -> Callable:
+def _accumulated(model: Any, step: Callable, micro_batches: int, logs_of: keras_logs.Logs) -> Callable:
     """``step`` of a replica, in micro-batches, with what it returns beside metrics reduced over replicas."""
 
     def replica_step(data: Any) -> Any:
         if micro_batches == 1:
-            logs = step(data)
-            return {**logs, **_summed(_beside_metrics(model, step, logs))} if isinstance(logs, dict) else logs
+            return logs_of.of_replica(step(data))
         seen: list[Any] = []
 
         def micro_step(data: Any) -> Any:
@@ -161,7 +161,7 @@ def _accumulated(model: Any, step: Callable, micro_batches: int) -> Callable:
                 logs = step(data)
             _check_one_update(model, held, micro_batches)
             seen[:] = [held, logs]
-            return [grads for _, grads, _ in held], _beside_metrics(model, step, logs)
+            return [grads for _, grads, _ in held], logs_of.beside_metrics(logs)
 
         summed, own = accumulate(micro_step, (data,), micro_batches)
         held, logs = seen
@@ -193,27 +193,8 @@ def _check_one_update(model: Any, held: list[Any], micro_batches: int) -> None:
         )
 
 
-def _beside_metrics(model: Any, step: Callable, logs: Any) -> dict[str, tf.Tensor]:
-    """This replica's shares of the float scalars in ``logs`` that no metric holds. Keras's own steps return metrics only."""
-    if not isinstance(logs, dict) or keras_weights.is_own_step(step):
-        return {}
-    replica = current()
-    assert replica is not None
-    metrics = model.get_metrics_result()
-    return {name: shares.share_of(replica, x) for name, x in logs.items() if name not in metrics and shares.is_scalar(x)}
-
-
 def _summed(own: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     return dict(zip(own, sum_over_replicas(list(own.values())), strict=True)) if own else {}
-
-
-def global_logs(model: Any, logs: Any) -> Any:
-    """``logs`` with every metric over the global batch so far, instead of the mean of the replicas' own results."""
-    if not isinstance(logs, dict):
-        return logs
-    with model.distribute_strategy.scope():
-        metrics = model.get_metrics_result()
-    return {name: metrics.get(name, value) for name, value in logs.items()}
 
 
 def _own_rows(outputs: Any) -> Any:

@@ -143,9 +143,43 @@ class Origins:
 
 
 def computed_again(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    """What ``op``, which has no state and calls no function, gives for other ``inputs``, in the current graph."""
+    """What ``op``, which has no state, gives for other ``inputs``, in the current graph."""
     attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
     return list(default_graph().create_op(op.type, inputs, [y.dtype for y in op.outputs], attrs=attributes).outputs)
+
+
+class Again:
+    """Tensors of the traced graph, computed again with others in the place of some.
+
+    Args:
+      trace: the trace.
+      flow: what depends on those that are replaced.
+      other: what takes a tensor's place; None for one that is computed again.
+    """
+
+    def __init__(self, trace: Trace, flow: Flow, other: Callable[[tf.Tensor], tf.Tensor | None]):
+        self._trace, self._flow, self._other = trace, flow, other
+        self._made: dict[str, tf.Tensor] = {}
+
+    def of(self, x: tf.Tensor) -> tf.Tensor | None:
+        """``x`` computed again, itself where it depends on none that is replaced, None where that cannot be done."""
+        if x.name in self._made or not self._flow.reaches(x):
+            return self._made.get(x.name, x)
+        other = self._other(x)
+        if other is None:
+            cannot = x.op.op_def.is_stateful or self._holds_marks(x.op)
+            inputs = [] if cannot else [again for y in x.op.inputs if (again := self.of(y)) is not None]
+            if not inputs or len(inputs) < len(x.op.inputs):
+                return None
+            outputs = computed_again(x.op, inputs)
+            self._made |= {y.name: again for y, again in zip(x.op.outputs, outputs, strict=True)}
+        else:
+            self._made[x.name] = other
+        return self._made[x.name]
+
+    def _holds_marks(self, op: tf.Operation) -> bool:
+        branches = [getattr(op, name) for name in ("_true_graph", "_false_graph") if hasattr(op, name)]
+        return any(self._trace.marks_within(branch) for branch in branches)
 
 
 def _is_eager(x: Any) -> bool:

@@ -105,15 +105,15 @@ class Trace:
         captured = [inner for _, inner in self.graph.captures]
         own = [self.replica_id, self.fraction, self.active, *(p for _, p in [*self.arguments, *self.repeated]), *captured]
         outputs = [o for o in self.flat_outputs if is_graph_output(o)]
-        return Region(self.graph, own, outputs, self.must_run, self._marks(self.graph))
+        return Region(self.graph, own, outputs, self.must_run, self.marks_within(self.graph))
 
-    def _marks(self, graph: Any) -> list[Mark]:
+    def marks_within(self, graph: Any) -> list[Mark]:
         """The marks of ``graph``; a tf.cond with marks in its branches is one as well."""
         marks = list(self.marks_in[graph])
         for op in graph.get_operations():
-            if op.type not in ("If", "StatelessIf"):
-                continue
-            inside = [(branch, self._marks(branch)) for branch in (op._true_graph, op._false_graph)]
+            if op.type not in ("If", "StatelessIf") or not hasattr(op, "_true_graph"):
+                continue  # computed again (`origins.Again`), so that there are no marks in it
+            inside = [(branch, self.marks_within(branch)) for branch in (op._true_graph, op._false_graph)]
             if any(found for _, found in inside):
                 branches = [Region(b, b.inputs, b.outputs, b.control_outputs, found) for b, found in inside]
                 marks.append(Mark("cond", tuple(op.inputs), tuple(op.outputs), op=op.name, branches=tuple(branches)))
