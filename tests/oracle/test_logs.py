@@ -59,7 +59,15 @@ def _of_the_guide(model: Any, y: Any, predictions: Any, loss: Any) -> Any:
 def _renamed(model: Any, y: Any, predictions: Any, loss: Any) -> Any:
     model.total.update_state(loss)
     model.error.update_state(y, predictions)
-    return {"loss": model.total.result(), "twice the error": 2.0 * model.error.result()}
+    return {"loss": model.total.result(), "deviation": model.error.result()}
+
+
+def _computed(model: Any, y: Any, predictions: Any, loss: Any) -> Any:
+    """Numbers made of a metric's result, and a result from before the update."""
+    model.error.update_state(y, predictions)
+    before = model.total.result()
+    model.total.update_state(loss)
+    return {"twice the error": 2.0 * model.error.result(), "before": before}
 
 
 def _beside(model: Any, y: Any, predictions: Any, loss: Any) -> Any:
@@ -76,8 +84,8 @@ class Measured(keras.Sequential):
     """Keras's own steps, with metrics of its own."""
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        logs = super().compute_metrics(x, y, y_pred, sample_weight)
         self.extra.update_state(keras.ops.abs(y_pred))
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
         return {**logs, "size": self.extra.result(), "mean": keras.ops.mean(y_pred)}
 
 
@@ -91,6 +99,7 @@ def _measured(logs: Any) -> keras.Model:
 KINDS: dict[str, tuple[Callable, Any]] = {
     "of the guide": (Stepped, _of_the_guide),
     "renamed": (Stepped, _renamed),
+    "computed": (Stepped, _computed),
     "beside": (Stepped, _beside),
     "nested": (Stepped, _nested),
     "compute_metrics": (_measured, None),
@@ -112,6 +121,8 @@ def _logs(scope: Any, kind: str, eager: bool) -> list[Any]:
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logs_are_those_of_one_device(kind: str, eager: bool) -> None:
+    if eager and kind == "computed":
+        return  # an eager tensor does not tell what it was computed from: docs/exactness.md
     want = _logs(contextlib.nullcontext(), kind, eager)
     for count in (2, 3):
         got = _logs(lockstep.MirroredStrategy(devices(count)).scope(), kind, eager)
